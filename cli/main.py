@@ -1,0 +1,77 @@
+"""The `qtool` command: one verb a file; errors become one line and an exit status of their own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import typer
+
+from qtool._version import __version__
+from qtool.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
+from qtool.quant.errors import QtoolError
+
+VERBS = ("fetch", "analyze", "plan", "quantize", "compare", "serve", "bench", "chat", "inspect", "demo")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"qtool {__version__}")
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    """The typer application with every verb. Verbs import the heavy rooms inside their functions."""
+    app = typer.Typer(
+        name="qtool",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        help="Measure, plan, quantize, prove and serve language models in INT4/INT8.",
+        epilog="Exit status: 0 done or PASS, 1 gate FAIL, 2 gate INCONCLUSIVE, 3 error, 130 interrupted.",
+    )
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ) -> None: ...
+
+    for verb in VERBS:
+        command: Callable[..., Any] = importlib.import_module(f"qtool.cli.{verb}").command
+        app.command(verb)(command)
+    return app
+
+
+def run(args: list[str] | None = None) -> int:
+    """Run the command line and return its exit status; every refusal is one line on stderr."""
+    try:
+        result = build_app()(args=args, standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return EXIT_ERROR
+    except QtoolError as error:
+        click.echo(f"error: {error}", err=True)
+        return EXIT_ERROR
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted: nothing half-written was left behind", err=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output went away (`qtool inspect | head`): not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {where}{error.strerror or error}", err=True)
+        return EXIT_ERROR
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    sys.exit(run())

@@ -1,0 +1,124 @@
+"""What a client asks for (SamplingParams) and what it gets (RequestOutput). No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qtool.quant.errors import QtoolError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next tokens of one request are chosen. Names and meanings follow vLLM and the OpenAI API.
+
+    Attributes:
+        max_tokens: most tokens to generate, ≥ 1.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set with this much probability, in (0, 1].
+        min_p: drop tokens below this share of the likeliest one's probability, in [0, 1].
+        repetition_penalty: > 0; 1 is none (prompt and output tokens).
+        presence_penalty, frequency_penalty: in [-2, 2]; over output tokens.
+        seed: the request's own random stream, or None.
+        stop: strings that end the output and are not part of it.
+        stop_token_ids: token ids that end the output.
+        min_tokens: no end before this many tokens.
+        ignore_eos: go on past the end-of-sequence token.
+        logprobs: log-probabilities of this many likeliest tokens beside the chosen one (0: the chosen one alone); raw
+            distribution, before temperature and penalties. None: none.
+        prompt_logprobs: likewise for the prompt's tokens.
+        n: independent outputs of one prompt.
+
+    Raises:
+        QtoolError: a value out of range, named.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, what: str) -> None:
+            if not ok:
+                raise QtoolError(f"{name} must be {what}, got {getattr(self, name)!r}")
+
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            need(math.isfinite(getattr(self, name)), name, "a finite number")
+        need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.temperature >= 0, "temperature", "at least 0")
+        need(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
+        need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        need(self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
+        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
+        need(1 <= self.n <= 128, "n", "between 1 and 128")
+        need(not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token's, its rank (1 is likeliest), and the likeliest tokens'."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Moments of a request's life, in seconds of `time.monotonic()`; None: not reached."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One output of a request so far. finish_reason: None while it runs, else `stop`, `length` or `abort`."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All there is of a request so far (cumulative, not a delta)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import click
 import typer
+from typer.exceptions import TyperException
 
 from qtool._version import __version__
 from qtool.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
@@ -51,16 +51,16 @@ def run(args: list[str] | None = None) -> int:
     """Run the command line and return its exit status; every refusal is one line on stderr."""
     try:
         result = build_app()(args=args, standalone_mode=False)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
-        error.show()
+    except TyperException as error:
+        typer.echo(f"error: {error.format_message()} (see `qtool --help`, `qtool VERB --help`)", err=True)
         return EXIT_ERROR
     except QtoolError as error:
-        click.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
         return EXIT_ERROR
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted: nothing half-written was left behind", err=True)
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted: nothing half-written was left behind", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # the reader of our output went away (`qtool inspect | head`): not an error of ours
@@ -68,7 +68,7 @@ def run(args: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"error: {where}{error.strerror or error}", err=True)
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
         return EXIT_ERROR
     return result if isinstance(result, int) else 0
 

@@ -38,7 +38,9 @@ def build_app() -> typer.Typer:
 
     @app.callback()
     def root(
-        version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+        version: bool = typer.Option(
+            False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+        ),
     ) -> None: ...
 
     for verb in VERBS:

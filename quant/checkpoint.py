@@ -45,15 +45,19 @@ def _weight_files(folder: Path) -> list[Path]:
     single = sorted(p for p in folder.glob("*.safetensors") if "reference_logits" not in p.name)
     if not single:
         has_bin = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        hint = "only pickled .bin/.pt weights, which qtool does not load: save it as safetensors" if has_bin else (
-            "no *.safetensors file: is the download complete?"
+        hint = (
+            "only pickled .bin/.pt weights, which qtool does not load: save it as safetensors"
+            if has_bin
+            else ("no *.safetensors file: is the download complete?")
         )
         raise QtoolError(f"{folder}: {hint}")
     model = folder / "model.safetensors"
     if model in single:
         return [model]
     if len(single) > 1:
-        raise QtoolError(f"{folder}: {len(single)} safetensors files but no {INDEX}: which ones belong together is unknown")
+        raise QtoolError(
+            f"{folder}: {len(single)} safetensors files but no {INDEX}: which ones belong together is unknown"
+        )
     return single
 
 
@@ -114,5 +118,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -42,7 +42,7 @@ class QuantScheme:
             raise QtoolError(f"{self.bits} bits per weight is not supported: use one of {list(SUPPORTED_BITS)}")
         if self.group_size != PER_CHANNEL and (self.group_size <= 0 or self.group_size % 8):
             raise QtoolError(
-                f"group size {self.group_size} is not supported: use 128, 64, 32, or -1 for one scale per output channel"
+                f"group size {self.group_size} is not supported: use 128, 64, 32, or -1 (one scale per output channel)"
             )
         if self.act_bits not in (None, 8):
             raise QtoolError(f"{self.act_bits}-bit activations are not supported: use 8, or leave them in 16 bits")

@@ -1,4 +1,4 @@
-"""The one in-memory form of a quantized weight: every format reads into it and writes from it, every kernel packs it."""
+"""The one in-memory form of a quantized weight: every format reads into it and writes from it, kernels pack it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,292 @@
+"""What quantization is calibrated on (CalibrationSet), and the walk through a model block by block (BlockWalker)."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.corpus import stdlib_documents
+from qtool.quant.errors import QtoolError
+from qtool.quant.structure import structure_of
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """Token sequences to calibrate on.
+
+    Attributes:
+        tokens: [num_sequences, seq_len] int64.
+        source: where the text is from, for reports.
+        fingerprint: sha256 (hex) of tokens and settings.
+        notes: what a user should know of it: text left over, fewer sequences than asked for.
+    """
+
+    tokens: Tensor
+    source: str
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of a text file: .jsonl with one {"text": ...} a line, or .txt, which is one document.
+
+    Raises:
+        QtoolError: missing, empty or undecodable file, a line that is no such object, or another kind of file.
+    """
+    if not path.is_file():
+        raise QtoolError(f"{path}: no such file")
+    if path.suffix not in (".jsonl", ".txt"):
+        raise QtoolError(f'{path}: expected a .txt file, or a .jsonl file with one {{"text": ...}} object a line')
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise QtoolError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    if path.suffix == ".txt":
+        documents = [text] if text.strip() else []
+    else:
+        documents = [_record_text(path, i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        documents = [d for d in documents if d.strip()]
+    if not documents:
+        raise QtoolError(f"{path}: holds no text")
+    return documents
+
+
+def _record_text(path: Path, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise QtoolError(f'{path}, line {number}: expected a JSON object with a "text" string')
+    return text
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder. Raises QtoolError where there is none that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise QtoolError(f"{folder}: no tokenizer that loads ({reason})") from None
+
+
+def calibration_set(
+    tokenizer_folder: Path, *, data: Path | None, num_sequences: int, seq_len: int, seed: int
+) -> CalibrationSet:
+    """Sequences of `seq_len` tokens cut from the documents, which are joined in order with an EOS after each.
+
+    Special tokens are those that the tokenizer itself adds (so a BOS stands where the model expects one); long
+    documents run over into the next sequence and are never dropped. Reading stops when there are enough tokens.
+
+    Args:
+        tokenizer_folder: the model folder.
+        data: .jsonl or .txt file; None: excerpts of the Python standard library.
+        num_sequences, seq_len: how much to take.
+        seed: 0 keeps the documents in order; any other value shuffles them.
+
+    Raises:
+        QtoolError: a size below 1 sequence or 2 tokens, unreadable data, or too little of it for one sequence.
+    """
+    if num_sequences < 1 or seq_len < 2:
+        raise QtoolError(
+            f"calibration of {num_sequences} sequences of {seq_len} tokens: needs at least 1 sequence of 2 tokens"
+        )
+    source = "Python standard library" if data is None else data.name
+    documents = stdlib_documents("calibration") if data is None else read_documents(data)
+    if seed:
+        random.Random(seed).shuffle(documents)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    wanted = num_sequences * seq_len
+    ids: list[int] = []
+    used = 0
+    while len(ids) < wanted and used < len(documents):
+        ids += _encode(tokenizer, documents[used])
+        used += 1
+    got = len(ids) // seq_len
+    if got == 0:
+        raise QtoolError(f"{source}: {len(ids)} tokens of text, too short for one sequence of {seq_len}")
+    notes = []
+    if used < len(documents) or len(ids) > wanted:
+        notes.append(f"{source}: the first {wanted} tokens are used ({used} of {len(documents)} documents)")
+    if got < num_sequences:
+        notes.append(
+            f"{source}: text for {got} sequences of {seq_len} tokens, not {num_sequences}; "
+            f"the last {len(ids) - got * seq_len} tokens fill none"
+        )
+    tokens = torch.tensor(ids[: min(got, num_sequences) * seq_len], dtype=torch.int64).view(-1, seq_len)
+    settings = json.dumps({"num_sequences": num_sequences, "seq_len": seq_len, "seed": seed})
+    digest = hashlib.sha256(settings.encode() + tokens.numpy().astype("<i8").tobytes())
+    return CalibrationSet(tokens, source, digest.hexdigest(), tuple(notes))
+
+
+def _encode(tokenizer: Any, document: str) -> list[int]:
+    ids: list[int] = tokenizer(document, verbose=False)["input_ids"]
+    eos: int | None = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+class _Positions:
+    """Rotary embeddings and attention masks of left-aligned sequences, made once for each length."""
+
+    def __init__(self, config: Any, rotary: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._rotary = config, rotary
+        self._like = torch.empty(0, device=device, dtype=dtype)
+        self._made: dict[int, dict[str, Any]] = {}
+
+    def _window(self, block: int) -> int | None:
+        """Sliding window of a block; None where it attends to everything before."""
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds and kinds[block] != "sliding_attention":
+            return None
+        return getattr(self._config, "sliding_window", None)
+
+    def arguments(self, block: int, seq_len: int) -> dict[str, Any]:
+        """Keyword arguments for the decoder layer `block`."""
+        if seq_len not in self._made:
+            ids = torch.arange(seq_len, device=self._like.device)[None]
+            self._made[seq_len] = {"position_ids": ids, "position_embeddings": self._rotary(self._like, ids)}
+        made = self._made[seq_len]
+        window = self._window(block)
+        mask = None  # causal, left to the attention kernel
+        if window is not None and window < seq_len:
+            distance = made["position_ids"].T - made["position_ids"]  # [query, key]
+            mask = ((distance >= 0) & (distance < window))[None, None]
+        return {**made, "attention_mask": mask}
+
+
+class Block:
+    """One decoder block with real weights. What a consumer leaves in them is what the walk goes on with.
+
+    Attributes:
+        index, name: `3`, `model.layers.3`.
+        module: the decoder layer of transformers.
+        linears: full name → module, of the block's groups in true-sequential order.
+        inputs: [b, seq, hidden] each; the list changes when the walk goes on, its tensors do not.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, linears: dict[str, nn.Linear], inputs: list[Tensor],
+                 positions: _Positions) -> None:
+        self.index, self.name, self.module, self.linears, self.inputs = index, name, module, linears, inputs
+        self._positions = positions
+
+    def run(self, inputs: Tensor) -> Tensor:
+        """Output [b, seq, hidden] of the block for `inputs` of that shape; follows the caller's grad mode."""
+        output: Tensor = self.module(inputs, **self._positions.arguments(self.index, inputs.shape[1]))
+        return output
+
+    def capture(self, names: Iterable[str], on_input: Callable[[str, Tensor], None]) -> None:
+        """Run all inputs; call `on_input(name, x)` with x [tokens, in_features] whenever a named linear is reached."""
+        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda module, args: on_input(name, args[0].detach().reshape(-1, args[0].shape[-1]))
+
+        handles = [self.linears[name].register_forward_pre_hook(hook(name)) for name in names]
+        try:
+            with torch.no_grad():
+                for inputs in self.inputs:
+                    self.run(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class BlockWalker:
+    """A model's decoder blocks one after another: weights read when a block's turn comes, and let go after it.
+
+    Memory: one block, the token embedding while it is read, and the hidden states of all samples on `device`.
+
+    Args:
+        checkpoint: a 16- or 32-bit model.
+        samples: [num_sequences, seq_len] int64 tokens.
+        device, dtype: where and in what to compute.
+        batch_tokens: about how many tokens run at a time.
+
+    Raises:
+        QtoolError: unsupported architecture, or a checkpoint that is quantized already.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        samples: Tensor,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        batch_tokens: int = 2048,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.structure = structure_of(checkpoint.config)
+        if checkpoint.config.get("quantization_config"):
+            raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, torch.device(device)
+        config = AutoConfig.from_pretrained(checkpoint.folder)
+        with torch.device("meta"):
+            self._skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        rotary = self._skeleton.get_submodule(self.structure.blocks.rpartition(".")[0] + ".rotary_emb")
+        self._positions = _Positions(config, type(rotary)(config).to(self.device), self.device, dtype)
+        rows = max(1, batch_tokens // samples.shape[1])
+        table = checkpoint.tensor(f"{self.structure.embed}.weight")
+        self._states = [self._place(table[batch]) for batch in torch.split(samples, rows)]
+        self._finished = 0
+
+    def __len__(self) -> int:
+        return self.structure.num_blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """Every block in turn. After each, its inputs run through the weights left in it and become the next inputs."""
+        for index in range(self._finished, len(self)):
+            block = self.block(index, self._states)
+            yield block
+            with torch.no_grad():
+                for i, states in enumerate(self._states):
+                    self._states[i] = block.run(states)
+            self._finished = index + 1
+
+    def block(self, index: int, inputs: list[Tensor]) -> Block:
+        """Block `index` with the checkpoint's weights, around the given inputs; for walks in another order."""
+        name = self.structure.block_name(index)
+        module = self._load(name)
+        members = [member for group in self.structure.groups for member in group.members]
+        linears = {f"{name}.{member}": module.get_submodule(member) for member in members}
+        return Block(index, name, module, linears, inputs, self._positions)  # type: ignore[arg-type]
+
+    def head(self) -> nn.Module:
+        """Final norm and output projection: hidden states [..., hidden] → logits [..., vocab]."""
+        norm = self._load(self.structure.norm)
+        if self.structure.tied_head:
+            weight = self.checkpoint.tensor(f"{self.structure.embed}.weight")
+            projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            projection.load_state_dict({"weight": self._place(weight)}, assign=True)
+            return nn.Sequential(norm, projection.requires_grad_(False))
+        return nn.Sequential(norm, self._load(self.structure.head))
+
+    def head_logits(self) -> Iterator[Tensor]:
+        """Logits [b, seq, vocab] of each batch of samples, after the walk. RuntimeError where it has not ended."""
+        if self._finished != len(self):
+            raise RuntimeError(f"{self._finished} of {len(self)} blocks walked: the logits come after the last one")
+        head = self.head()
+        with torch.no_grad():
+            for states in self._states:
+                yield head(states)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+    def _load(self, name: str) -> nn.Module:
+        """A copy of the skeleton's module `name` with the checkpoint's weights."""
+        module: nn.Module = copy.deepcopy(self._skeleton.get_submodule(name))
+        state = {key: self._place(self.checkpoint.tensor(f"{name}.{key}")) for key in module.state_dict()}
+        module.load_state_dict(state, assign=True)
+        return module.requires_grad_(False)

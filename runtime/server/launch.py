@@ -1,0 +1,86 @@
+"""From an engine to a listening server: the port, the warm-up, the signals, the drain."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from qtool.runtime.llm_engine import LLMEngine
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve the address, before the model is loaded; port 0 takes a free one.
+
+    Raises:
+        QtoolError: the address is taken, or is not this machine's.
+    """
+    if not 0 <= port <= 65535:
+        raise QtoolError(f"--port must be between 0 and 65535, got {port}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise QtoolError(f"--host {host!r} is no address of this machine: {error.strerror}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise QtoolError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def warm_up(engine: LLMEngine) -> None:
+    """Run two short requests through prefill and decode, so that the first client does not pay for what is lazy."""
+    prompt = [0] * max(1, min(32, engine.max_model_len - 4))
+    params = SamplingParams(max_tokens=min(4, engine.max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
+    for number in range(2):
+        engine.add_request(f"warm-up-{number}", prompt, params)
+    while engine.has_unfinished():
+        engine.step()
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+def run(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None], drain_s: float) -> None:
+    """Serve until SIGINT or SIGTERM; then take no more, finish what runs for up to `drain_s` seconds, and return.
+
+    A second Ctrl-C ends the wait.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(drain_s)), lifespan="on"
+    )
+    # uvicorn raises a signal again after its shutdown, for whoever had a handler before: a drained stop is a success
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _Server(config, on_ready).run(sockets=[listener])
+    finally:
+        listener.close()

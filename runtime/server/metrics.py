@@ -1,0 +1,141 @@
+"""What the server counts, under the names that dashboards for vLLM expect, with a prefix of our own.
+
+A request here is one prompt: a body with three prompts counts three times. Requests that their client gave up count
+in `request_success_total{finished_reason="abort"}` alone and in no histogram of whole requests, so that the
+histograms' counts equal the number of answers that clients got.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from qtool.runtime.engine.params import RequestOutput
+from qtool.runtime.server.async_engine import StepReport
+
+if TYPE_CHECKING:
+    from qtool.runtime.llm_engine import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+_ITERATION = tuple(2**power for power in range(15))
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own.
+
+    Args:
+        model_name: the value of the `model_name` label.
+        prefix: in front of every name: `qtool_`, or `vllm:` for dashboards made for vLLM.
+    """
+
+    def __init__(self, model_name: str, prefix: str = "qtool_") -> None:
+        self.registry = CollectorRegistry()
+        self._seen: dict[str, tuple[int, float]] = {}  # running request → its tokens so far, and since when
+        self._last: dict[Counter, int] = {}  # the engine's running totals as last seen
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(prefix + name, text, ["model_name"], registry=self.registry).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(prefix + name, text, ["model_name"], registry=self.registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(prefix + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+            return metric.labels(model_name)
+
+        self.running = gauge("num_requests_running", "Requests that hold a place in the batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV-cache blocks in use, 0 to 1.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests that got their first token.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.preemptions = counter("num_preemptions", "Times that a running request was put back into the queue.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        finished = Counter(
+            prefix + "request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.finished = {r: finished.labels(model_name, r) for r in ("stop", "length", "abort")}
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "From one token of a request to the next.", _PER_TOKEN)
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after a request's first.", _PER_TOKEN)
+        self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST)
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST)
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _REQUEST)
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST)
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self.iteration = histogram("iteration_tokens_total", "Tokens sampled in one step of the engine.", _ITERATION)
+
+    def on_step(self, report: StepReport) -> None:
+        """Count what one step brought."""
+        self.on_stats(report.stats)
+        sampled = sum(self._count(output, report.time) for output in report.outputs)
+        if sampled:
+            self.iteration.observe(sampled)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_usage.set(stats.kv_cache_usage)
+        self._catch_up(self.preemptions, stats.num_preemptions)
+        self._catch_up(self.prefix_queries, stats.prefix_cache_queries)
+        self._catch_up(self.prefix_hits, stats.prefix_cache_hits)
+
+    def _catch_up(self, counter: Counter, total: int) -> None:
+        counter.inc(total - self._last.get(counter, 0))
+        self._last[counter] = total
+
+    def on_abort(self, count: int) -> None:
+        """Count requests that their clients gave up."""
+        self.finished["abort"].inc(count)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+    def _count(self, output: RequestOutput, now: float) -> int:
+        """Count one request's progress; returns its new tokens."""
+        total = sum(len(choice.token_ids) for choice in output.outputs)
+        before, since = self._seen.get(output.request_id, (0, now))
+        if total > before:
+            self.generation_tokens.inc(total - before)
+            if before:
+                self.itl.observe(now - since)
+            else:
+                self.prompt_tokens.inc(len(output.prompt_token_ids))
+                self.ttft.observe(now - output.metrics.arrival)
+            self._seen[output.request_id] = (total, now)
+        if output.finished:
+            self._seen.pop(output.request_id, None)
+            self._count_finished(output, total, now)
+        return total - before
+
+    def _count_finished(self, output: RequestOutput, total: int, now: float) -> None:
+        reasons = {choice.finish_reason for choice in output.outputs}
+        if not reasons <= {"stop", "length"}:
+            self.finished["abort"].inc()
+            return
+        self.finished["length" if "length" in reasons else "stop"].inc()
+        times = output.metrics
+        end = times.finished if times.finished is not None else now
+        self.e2e.observe(end - times.arrival)
+        self.prompt_length.observe(len(output.prompt_token_ids))
+        self.output_length.observe(total)
+        if times.scheduled is None or times.first_token is None:
+            return
+        self.queue_time.observe(times.scheduled - times.arrival)
+        self.prefill_time.observe(times.first_token - times.scheduled)
+        self.decode_time.observe(end - times.first_token)
+        longest = max(len(choice.token_ids) for choice in output.outputs)
+        if longest > 1:
+            self.tpot.observe((end - times.first_token) / (longest - 1))

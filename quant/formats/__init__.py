@@ -1,0 +1,93 @@
+"""On-disk formats of quantized checkpoints: one module each reads it into QuantizedWeight and writes it from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.errors import QtoolError
+from qtool.quant.formats import awq, compressed_tensors, gptq
+from qtool.quant.scheme import QuantPlan, QuantScheme
+from qtool.quant.weight import QuantizedWeight
+
+FormatName = Literal["compressed-tensors", "gptq", "awq"]
+
+
+class QuantReader(Protocol):
+    """Reads the quantized linears of one checkpoint."""
+
+    @property
+    def format(self) -> str:
+        """compressed-tensors, gptq or awq."""
+
+    def scheme(self, layer: str) -> QuantScheme | None:
+        """How the layer is stored; None: in 16 bits."""
+
+    def read(self, layer: str) -> QuantizedWeight:
+        """The layer's weight. Raises QtoolError where a tensor is missing or its parts do not fit together."""
+
+
+@dataclass(frozen=True)
+class QuantWriter:
+    """How one format stores a plan.
+
+    Attributes:
+        check_plan: (plan, layer → shape); raises QtoolError for a plan that the format cannot hold.
+        tensors: (layer, weight) → tensors by the name under which they are stored.
+        quantization_config: (plan, name of the output projection) → that section of config.json.
+    """
+
+    check_plan: Callable[[QuantPlan, Mapping[str, tuple[int, int]]], None]
+    tensors: Callable[[str, QuantizedWeight], dict[str, Tensor]]
+    quantization_config: Callable[[QuantPlan, str], dict[str, Any]]
+
+
+def writer(name: str) -> QuantWriter:
+    """The writer of a format. Raises QtoolError for an unknown name."""
+    modules = {m.NAME: m for m in (compressed_tensors, gptq, awq)}
+    if name not in modules:
+        raise QtoolError(f"unknown format {name!r}: use one of {', '.join(modules)}")
+    module = modules[name]
+    return QuantWriter(module.check_plan, module.tensors, module.quantization_config)
+
+
+def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The quantization section of config.json, or quantize_config.json of older GPTQ folders; None: there is none."""
+    config = checkpoint.config.get("quantization_config")
+    legacy = checkpoint.folder / "quantize_config.json"
+    if config is None and legacy.is_file():
+        try:
+            config = {"quant_method": gptq.NAME, **json.loads(legacy.read_text(encoding="utf-8"))}
+        except (ValueError, TypeError):
+            raise QtoolError(f"{legacy}: not a JSON object") from None
+    if config is not None and not isinstance(config, dict):
+        raise QtoolError(f"{checkpoint.folder}: quantization_config of config.json is no JSON object")
+    return config
+
+
+def open_reader(checkpoint: Checkpoint) -> QuantReader | None:
+    """The reader for a checkpoint's format; None for a plain 16-bit checkpoint.
+
+    Raises:
+        QtoolError: a quantization_config of a kind that qtool does not read, or one that is damaged.
+    """
+    config = read_quantization_config(checkpoint)
+    if config is None:
+        return None
+    match config.get("quant_method"):
+        case compressed_tensors.NAME:
+            return compressed_tensors.CompressedTensorsReader.open(checkpoint, config)
+        case gptq.NAME:
+            return gptq.GPTQReader.open(checkpoint, config)
+        case awq.NAME:
+            return awq.AWQReader.open(checkpoint, config)
+        case other:
+            raise QtoolError(
+                f"{checkpoint.folder}: quantization method {other!r} is not supported: "
+                "qtool reads compressed-tensors, gptq and awq"
+            )

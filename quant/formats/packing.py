@@ -1,0 +1,24 @@
+"""Codes of 4 or 8 bits in int32 words, low bits first: the one storage trick that all three formats share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """[..., K] uint8 → [..., ⌈K·bits/32⌉] int32; element i lies at bit i·bits. The last word is filled with zeros."""
+    per_word = 32 // bits
+    codes = F.pad(codes, (0, -codes.shape[-1] % per_word))
+    if bits == 4:
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return codes.contiguous().view(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """[..., W] int32 → [..., count] uint8: the inverse of pack()."""
+    data = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+    return data[..., :count].contiguous()

@@ -41,7 +41,7 @@ def token_scores(base: Tensor, candidate: Tensor, targets: Tensor) -> TokenScore
         shapes = f"{tuple(base.shape)}, {tuple(candidate.shape)}, {tuple(targets.shape)}"
         raise ValueError(f"expected [T, vocab], [T, vocab], [T], got {shapes}")
     rows = max(1, CHUNK_ELEMENTS // base.shape[1])
-    chunks = zip(base.split(rows), candidate.split(rows), targets.split(rows))
+    chunks = zip(torch.split(base, rows), torch.split(candidate, rows), torch.split(targets, rows))
     parts = [_score_rows(b, c, t) for b, c, t in chunks]
     return TokenScores(*(torch.cat(column) for column in zip(*parts)))
 

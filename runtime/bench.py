@@ -54,7 +54,7 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds; NaN-free: None where nothing was measured."""
+    """Seconds; percentiles interpolate linearly between the two nearest values."""
 
     mean: float
     p50: float
@@ -143,7 +143,7 @@ def read_trace(path: Path, *, speed: float, seed: int, token_ids: Sequence[int])
                 except (TypeError, ValueError) as error:
                     raise QtoolError(f"{path}, line {reader.line_num}: not three numbers: {error}") from error
                 if not (math.isfinite(arrival) and arrival >= 0 and prompt >= 1 and output >= 1):
-                    raise QtoolError(f"{path}, line {reader.line_num}: need arrival ≥ 0 and at least one token each way")
+                    raise QtoolError(f"{path}, line {reader.line_num}: need arrival ≥ 0 and one token or more each way")
                 requests.append(BenchRequest(tuple(rng.choices(token_ids, k=prompt)), output, arrival / speed))
     except (OSError, UnicodeDecodeError) as error:
         raise QtoolError(f"cannot read the trace {path}: {error}") from error
@@ -283,7 +283,8 @@ def run_engine(
                 del running[output.request_id]
                 if tokens != request.output_len:
                     reason = output.outputs[0].finish_reason
-                    raise QtoolError(f"the engine ended a request after {tokens} of {request.output_len} tokens ({reason})")
+                    raise QtoolError(
+                        f"the engine ended a request after {tokens} of {request.output_len} tokens ({reason})")
                 timings.append(RequestTiming(arrival, tuple(deliveries), len(request.prompt), tokens))
                 progress(label, len(timings), len(workload))
     return summarize(timings, clock() - start, concurrency=concurrency, kv=meter.result())

@@ -1,20 +1,15 @@
-"""From an engine to a listening server: the port, the warm-up, the signals, the drain."""
+"""From an application to a listening server: the port, the signals, the drain."""
 
 from __future__ import annotations
 
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.engine.params import SamplingParams
-
-if TYPE_CHECKING:
-    from qtool.runtime.llm_engine import LLMEngine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -44,16 +39,6 @@ def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
-
-
-def warm_up(engine: LLMEngine) -> None:
-    """Run two short requests through prefill and decode, so that the first client does not pay for what is lazy."""
-    prompt = [0] * max(1, min(32, engine.max_model_len - 4))
-    params = SamplingParams(max_tokens=min(4, engine.max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
-    for number in range(2):
-        engine.add_request(f"warm-up-{number}", prompt, params)
-    while engine.has_unfinished():
-        engine.step()
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]

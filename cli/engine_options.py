@@ -1,0 +1,65 @@
+"""The options of verbs that run an engine, and their way into its arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from qtool.quant.errors import QtoolError
+
+Dtype = Annotated[str, typer.Option("--dtype", help="Activations: auto, float32, bfloat16 or float16.")]
+MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests in one step.")]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option("--max-num-batched-tokens", help="Most tokens in one step, prompts and answers together.")
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option("--max-model-len", help="Longest prompt and answer together. Default: the model's context."),
+]
+KVCacheMemory = Annotated[
+    str | None,
+    typer.Option("--kv-cache-memory", metavar="SIZE", help="Memory for the KV cache, such as 512MiB or 4GiB."),
+]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `512M`, `1.5g` or a plain number of bytes → bytes; units are powers of 1024.
+
+    Raises:
+        QtoolError: not a size, or not above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise QtoolError(f"{text!r} is no memory size; write for example 512MiB or 4GiB")
+    return size
+
+
+def engine_args(
+    *, dtype: str, device: str, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None,
+    kv_cache_memory: str | None, block_size: int,
+) -> dict[str, Any]:
+    """The engine's keyword arguments, checked before a model is loaded.
+
+    Raises:
+        QtoolError: a value out of range, named as its option.
+    """
+    numbers = {
+        "--max-num-seqs": max_num_seqs, "--max-num-batched-tokens": max_num_batched_tokens,
+        "--max-model-len": max_model_len, "--block-size": block_size,
+    }
+    for option, value in numbers.items():
+        if value is not None and value < 1:
+            raise QtoolError(f"{option} must be at least 1, got {value}")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise QtoolError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    return {
+        "dtype": dtype, "device": device, "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len, "block_size": block_size,
+        "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+    }

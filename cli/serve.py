@@ -1,0 +1,79 @@
+"""`qtool serve MODEL`: the model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from qtool.cli.common import Device, Model, Quiet, Reporter
+from qtool.cli.engine_options import (
+    BlockSize,
+    Dtype,
+    KVCacheMemory,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    engine_args,
+)
+from qtool.quant.errors import QtoolError
+
+
+def command(
+    model: Model,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="QTOOL_API_KEY", help="Key that clients must give for everything under /v1."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name that clients ask for. Default: MODEL.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_num_seqs: MaxNumSeqs = 64,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    max_model_len: MaxModelLen = None,
+    kv_cache_memory: KVCacheMemory = None,
+    block_size: BlockSize = 16,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", help="At Ctrl-C or SIGTERM, seconds for running requests to finish.")
+    ] = 30.0,
+    metrics_prefix: Annotated[
+        str, typer.Option("--metrics-prefix", help="In front of metric names: `vllm:` suits dashboards made for vLLM.")
+    ] = "qtool_",
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model over the OpenAI API: completions, chat, streaming, /health and /metrics."""
+    if api_key == "":
+        raise QtoolError("--api-key is empty; give a key, or leave the option out for an open server")
+    if drain_s <= 0:
+        raise QtoolError(f"--drain-s must be above 0, got {drain_s}")
+    arguments = engine_args(
+        dtype=dtype, device=device, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, kv_cache_memory=kv_cache_memory, block_size=block_size,
+    )
+    from qtool.runtime.server.launch import bind, run, url_of
+
+    listener = bind(host, port)
+    reporter = Reporter(quiet)
+    began = time.monotonic()
+    try:
+        from qtool.runtime.llm_engine import LLMEngine
+        from qtool.runtime.server.app import create_app
+        from qtool.runtime.warm_up import warm_up
+
+        engine = LLMEngine(model, **arguments)
+        warm_up(engine)
+        name = served_model_name or model
+        app = create_app(engine, model_name=name, api_key=api_key, metrics_prefix=metrics_prefix)
+        ready = f"ready: {name} at {url_of(listener)}/v1"
+        run(
+            app, listener, drain_s=drain_s,
+            on_ready=lambda: reporter.say(f"{ready} (after {time.monotonic() - began:.1f} s; Ctrl-C ends)"),
+        )
+    finally:
+        listener.close()
+    reporter.say("stopped: every request that was running got its answer or an error")

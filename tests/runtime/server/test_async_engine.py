@@ -1,0 +1,160 @@
+"""The engine's life behind the server: disconnects, crashes, failed requests, shutdown, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+LONG = {"prompt": "a", "max_tokens": 400}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_the_request(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], sample: Any, eventually: Any, stream: bool
+) -> None:
+    engine = make_engine(step_s=0.02)
+    with serve(engine) as url:
+        neighbour: list[httpx.Response] = []
+        body = {"prompt": [5, 6], "max_tokens": 40}
+        other = threading.Thread(
+            target=lambda: neighbour.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+        other.start()
+        if stream:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+        eventually(lambda: len(engine._running) <= 1)
+        other.join()
+        assert neighbour[0].json()["choices"][0]["text"] == engine.text_of([5, 6], 40)
+        eventually(lambda: not engine.has_unfinished())
+        label = '{model_name="tiny"}'
+        assert sample(url, 'qtool_request_success_total{finished_reason="abort",model_name="tiny"}') == 1
+        assert sample(url, f"qtool_num_requests_running{label}") == 0
+        assert sample(url, f"qtool_kv_cache_usage_perc{label}") == 0
+        assert sample(url, f"qtool_e2e_request_latency_seconds_count{label}") == 1
+
+
+def test_engine_crash_fails_requests_and_health(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    engine = make_engine(step_s=0.02)
+    engine.crash_at = 10
+    with serve(engine) as url:
+        streamed: list[str] = []
+
+        def stream() -> None:
+            streamed.append(httpx.post(f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=30).text)
+
+        other = threading.Thread(target=stream)
+        other.start()
+        whole = httpx.post(f"{url}/v1/completions", json=LONG, timeout=30)
+        other.join()
+        assert whole.status_code == 500
+        assert whole.json()["error"]["type"] == "server_error"
+        events = streamed[0].strip().split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["error"]["type"] == "server_error"
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def test_a_failed_request_fails_alone(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    engine = make_engine()
+    with serve(engine) as url:
+        add = engine.add_request
+
+        def add_and_mark(request_id: str, prompt: Any, params: Any) -> None:
+            if prompt[0] == 99:
+                engine.fail_request = request_id
+            add(request_id, prompt, params)
+
+        engine.add_request = add_and_mark
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [99]}).status_code == 500
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [98]}).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_refused_prompt_takes_its_siblings_with_it(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    engine = make_engine()
+    with serve(engine) as url:
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": [[1], [2], [300]], "max_tokens": 100})
+        assert response.status_code == 400
+        assert not engine.has_unfinished()
+
+
+def test_the_engine_stays_on_one_thread(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    engine = make_engine()
+    before = set(threading.enumerate())
+    with serve(engine) as url:
+        for _ in range(3):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    assert len(engine.threads) == 1
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive() and not t.daemon]
+    assert not [t for t in threading.enumerate() if t.name == "qtool-engine"]
+
+
+def test_shutdown_lets_running_requests_finish(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    engine = make_engine(step_s=0.01)
+    answers: list[httpx.Response] = []
+    with serve(engine) as url:
+        body = {"prompt": [1], "max_tokens": 60}
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+        thread.start()
+        while not engine.has_unfinished():
+            pass
+    thread.join()
+    assert answers[0].json()["choices"][0]["text"] == engine.text_of([1], 60)
+
+
+def test_a_slow_reader_skips_states_and_keeps_nothing() -> None:
+    from qtool.runtime.engine.params import RequestMetrics, RequestOutput
+    from qtool.runtime.server.async_engine import OutputStream
+
+    async def read() -> list[tuple[int, bool]]:
+        stream = OutputStream(2)
+        for i in range(1000):
+            for position in (0, 1):
+                done = i == 999
+                stream.put(position, RequestOutput(str(position), (1,), (), done, RequestMetrics(0.0)))
+        assert len(stream._newest) == 2
+        return [(position, output.finished) async for position, output in stream]
+
+    assert asyncio.run(read()) == [(0, True), (1, True)]
+
+
+def test_metrics_count_what_clients_count(make_engine: Callable[..., Any], serve: Callable[..., Any], sample: Any) -> None:
+    with serve(make_engine(), metrics_prefix="vllm:") as url:
+        prompt_tokens = output_tokens = gaps = 0
+        for number in range(1, 13):
+            body = {"prompt": [1] * number, "max_tokens": 2 * number, "stream": number % 2 == 0}
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            prompt_tokens += number
+            output_tokens += 2 * number
+            gaps += 2 * number - 1
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": []}).status_code == 400
+        label = '{model_name="tiny"}'
+        counts = {
+            "prompt_tokens_total": prompt_tokens,
+            "generation_tokens_total": output_tokens,
+            "time_to_first_token_seconds_count": 12,
+            "inter_token_latency_seconds_count": gaps,
+            "request_time_per_output_token_seconds_count": 12,
+            "e2e_request_latency_seconds_count": 12,
+            "request_queue_time_seconds_count": 12,
+            "request_prefill_time_seconds_count": 12,
+            "request_decode_time_seconds_count": 12,
+            "request_prompt_tokens_sum": prompt_tokens,
+            "request_generation_tokens_sum": output_tokens,
+            "iteration_tokens_total_sum": output_tokens,
+        }
+        for name, expected in counts.items():
+            assert sample(url, f"vllm:{name}{label}") == expected, name
+        assert sample(url, 'vllm:request_success_total{finished_reason="length",model_name="tiny"}') == 12

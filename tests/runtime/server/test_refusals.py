@@ -1,0 +1,183 @@
+"""What is refused, and that no request harms the engine or its neighbours."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import string
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+MESSAGE = [{"role": "user", "content": "hi"}]
+
+
+def refused(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    assert "\n" not in error["message"]
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(("change", "param"), [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"min_p": 2}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"stream": "perhaps"}, "stream"),
+    ({"best_of": 3}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"logit_bias": {"5": 10}}, "logit_bias"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+])
+def test_bad_completion_fields(scripted: Any, change: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "prompt": "hello"} | change
+    refused(httpx.post(f"{scripted[0]}/v1/completions", json=body), 400, param)
+
+
+@pytest.mark.parametrize(("change", "param"), [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [*MESSAGE, {"role": "system", "content": "late"}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"logprobs": 5}, "logprobs"),
+])
+def test_bad_chat_fields(scripted: Any, change: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "messages": MESSAGE} | change
+    refused(httpx.post(f"{scripted[0]}/v1/chat/completions", json=body), 400, param)
+
+
+def test_combinations(scripted: Any) -> None:
+    url = f"{scripted[0]}/v1"
+    one = {"prompt": "a", "stream": False, "stream_options": {"include_usage": True}}
+    assert "stream_options" in refused(httpx.post(f"{url}/completions", json=one), 400)
+    two = {"messages": MESSAGE, "top_logprobs": 2}
+    assert "top_logprobs" in refused(httpx.post(f"{url}/chat/completions", json=two), 400)
+    three = {"prompt": "a", "min_tokens": 9, "max_tokens": 3}
+    assert "min_tokens" in refused(httpx.post(f"{url}/completions", json=three), 400)
+    assert "max_tokens" in refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 0}), 400)
+    assert "vocabulary" in refused(httpx.post(f"{url}/completions", json={"prompt": [[1], [70000]]}), 400)
+
+
+def test_context_length(scripted: Any) -> None:
+    url, engine = scripted
+    long = [1] * engine.max_model_len
+    code = "context_length_exceeded"
+    refused(httpx.post(f"{url}/v1/completions", json={"prompt": long}), 400, "prompt", code)
+    refused(httpx.post(f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 512}), 400, "max_tokens", code)
+    body = {"messages": [{"role": "user", "content": "x" * 600}]}
+    refused(httpx.post(f"{url}/v1/chat/completions", json=body), 400, "messages", code)
+    fits = httpx.post(f"{url}/v1/completions", json={"prompt": long[:-1]})  # 16 by default, but 1 is left
+    assert fits.json()["usage"]["completion_tokens"] == 1
+
+
+def test_http_errors_are_openai_objects(scripted: Any) -> None:
+    url = scripted[0]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert missing.value.code == "model_not_found"
+    refused(httpx.get(f"{url}/v1/nothing"), 404)
+    assert refused(httpx.get(f"{url}/v1/completions"), 405)
+    json_type = {"content-type": "application/json"}
+    for raw in (b"", b"{", b"[]", b"null", b"\"x\"", b"\xff\xfe", b"{\"prompt\": \"\\ud800\"}", b"[" * 50_000):
+        refused(httpx.post(f"{url}/v1/completions", content=raw, headers=json_type), 400, *(
+            ["prompt"] if b"ud800" in raw and b"prompt" not in raw else []))
+    big = b"{\"prompt\": \"" + b"x" * (17 * 2**20) + b"\"}"
+    refused(httpx.post(f"{url}/v1/completions", content=big, headers=json_type), 413)
+
+
+def test_api_key(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    with serve(make_engine(), api_key="open sesame") as url:
+        body = {"prompt": "a"}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "open sesame"}):
+            refused(httpx.post(f"{url}/v1/completions", json=body, headers=headers), 401, code="invalid_api_key")
+        good = {"Authorization": "Bearer open sesame"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=good).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def _hostile(rng: random.Random) -> Any:
+    """A body with a few fields of the wrong, the extreme or the right kind."""
+    values = [
+        None, True, -1, 0, 1, 2**31, 2**63, 10**400, 1e308, -0.0, "", "x", "\x00", "💥" * 50, [], {}, [[]], [None],
+        [2**40], {"a": {"b": []}}, ["a", 1], [[1], ["b"]], "a" * 5000,
+    ]
+    names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "echo",
+             "stream", "stream_options", "stop_token_ids", "min_tokens", "repetition_penalty", "logit_bias", "model",
+             "messages", "top_logprobs", "ignore_eos", "max_completion_tokens", "".join(rng.choices(string.printable, k=5))]
+    body: dict[str, Any] = {"prompt": "hello", "messages": MESSAGE, "max_tokens": 4}
+    for _ in range(rng.randint(1, 4)):
+        body[rng.choice(names)] = rng.choice(values)
+    return body
+
+
+def test_hostile_bodies_never_harm(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    rng = random.Random(0)
+    engine = make_engine()
+    with serve(engine) as url, httpx.Client() as client:
+        statuses = set()
+        for number in range(400):
+            path = ("completions", "chat/completions")[number % 2]
+            raw = json.dumps(_hostile(rng)).encode()
+            if number % 10 == 0:
+                raw = raw[: rng.randrange(len(raw))] + bytes(rng.choices(range(256), k=3))
+            response = client.post(f"{url}/v1/{path}", content=raw, headers={"content-type": "application/json"})
+            statuses.add(response.status_code)
+            if response.status_code >= 400:
+                assert "error" in response.json()
+        assert statuses <= {200, 400, 404}
+        assert {200, 400} <= statuses
+        assert client.get(f"{url}/health").status_code == 200
+        answer = client.post(f"{url}/v1/completions", json={"prompt": [1, 2], "max_tokens": 20}).json()
+        assert answer["choices"][0]["text"] == engine.text_of([1, 2], 20)
+        assert not engine.has_unfinished()
+
+
+def test_port_in_use_is_one_line() -> None:
+    from qtool.quant.errors import QtoolError
+    from qtool.runtime.server.launch import bind
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(QtoolError, match=f"127.0.0.1:{port}.*--port"):
+            bind("127.0.0.1", port)
+    with pytest.raises(QtoolError, match="--port"):
+        bind("127.0.0.1", 70000)
+    with pytest.raises(QtoolError, match="--host"):
+        bind("no such host", 0)

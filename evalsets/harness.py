@@ -133,17 +133,21 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         )
         return str(text)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Summed log-likelihood of each continuation and whether it is greedy; our progress instead of lm-eval's."""
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
+
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
         for (_, text), _, continuation in requests:
             if not continuation:
                 raise QtoolError(f"the choice {text!r} adds no token to its context, so it has no likelihood")
             if len(continuation) >= self.max_length:
-                raise QtoolError(
-                    f"a continuation of {len(continuation)} tokens does not fit the model's {self.max_length}: {text[:60]!r}"
-                )
+                size = f"{len(continuation)} tokens, but the model takes {self.max_length}"
+                raise QtoolError(f"the choice {text[:60]!r} is too long: {size}")
         results = self._score(pairs)
         for (strings, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", strings, result)

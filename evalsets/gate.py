@@ -1,0 +1,222 @@
+"""The gate: one verdict per metric and one for all, from paired per-item values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qtool.evalsets import statistics as st
+from qtool.evalsets.harness import TaskResult
+from qtool.evalsets.statistics import Array, Interval, Verdict
+from qtool.quant.errors import QtoolError
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """How much worse a candidate may be.
+
+    Attributes:
+        max_kl: mean KL(base ‖ candidate) per token, in nats.
+        max_ppl_increase: relative increase of perplexity (0.03 is 3 %).
+        max_drop: accuracy lost, as a fraction of the items (0.02 is two points).
+
+    Raises:
+        QtoolError: a threshold that is not a positive number.
+    """
+
+    max_kl: float = 0.1
+    max_ppl_increase: float = 0.03
+    max_drop: float = 0.02
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--max-kl", self.max_kl),
+            ("--max-ppl-increase", self.max_ppl_increase),
+            ("--max-drop", self.max_drop),
+        ):
+            if not (math.isfinite(value) and value > 0):
+                raise QtoolError(f"{option} must be a positive number, got {value}")
+
+
+@dataclass(frozen=True)
+class GatedMetric:
+    """One metric under the gate.
+
+    Attributes:
+        name: what is measured; `kind` tells how to print it: "kl", "perplexity", "accuracy" or "score".
+        base, candidate: the two values; base None for a divergence from the base.
+        loss: how much worse the candidate is, on the threshold's scale (nats, relative increase, fraction of items).
+        interval: of `loss`, two-sided, level 90 %: its upper end is the one-sided 95 % bound.
+        threshold: on the same scale.
+        items: how many paired items; `unit` says of what; `missing` how many more there should be.
+        p: one-sided p of "the candidate is worse"; `p_holm` after Holm's correction; None where there is no such test.
+        p_two_sided: exact McNemar p for accuracies.
+        losses, gains: items that only the base, and only the candidate, got right.
+        detectable: the smallest true loss that would FAIL four times in five, or None.
+        settle: items that would settle an INCONCLUSIVE, the loss staying as it is; None where none would.
+        note: a remark that belongs to the verdict.
+    """
+
+    name: str
+    kind: str
+    base: float | None
+    candidate: float
+    loss: float
+    interval: Interval
+    threshold: float
+    items: int
+    unit: str
+    verdict: Verdict = Verdict.INCONCLUSIVE
+    missing: int = 0
+    p: float | None = None
+    p_holm: float | None = None
+    p_two_sided: float | None = None
+    losses: int | None = None
+    gains: int | None = None
+    chance: float | None = None
+    detectable: float | None = None
+    settle: int | None = None
+    note: str = ""
+
+
+def divergence_metric(window_kl: Array, thresholds: Thresholds, *, seed: int) -> GatedMetric:
+    """Mean token KL, from its mean per window [windows]."""
+    mean = float(window_kl.mean())
+    return GatedMetric(
+        name="mean token KL",
+        kind="kl",
+        base=None,
+        candidate=mean,
+        loss=mean,
+        interval=st.bootstrap_interval(window_kl, seed=seed),
+        threshold=thresholds.max_kl,
+        items=len(window_kl),
+        unit="windows",
+        settle=st.items_to_settle(mean, float(window_kl.std(ddof=1)), len(window_kl), thresholds.max_kl),
+    )
+
+
+def perplexity_metric(base_nll: Array, candidate_nll: Array, thresholds: Thresholds, *, seed: int) -> GatedMetric:
+    """Perplexity, from both models' mean negative log-likelihood per window [windows]; resampled by window."""
+    delta = candidate_nll - base_nll
+    room = math.log1p(thresholds.max_ppl_increase)
+    nats = st.bootstrap_interval(delta, seed=seed)
+    return GatedMetric(
+        name="perplexity",
+        kind="perplexity",
+        base=float(np.exp(base_nll.mean())),
+        candidate=float(np.exp(candidate_nll.mean())),
+        loss=float(np.expm1(delta.mean())),
+        interval=Interval(float(np.expm1(nats.low)), float(np.expm1(nats.high))),
+        threshold=thresholds.max_ppl_increase,
+        items=len(delta),
+        unit="windows",
+        p=st.paired_t(delta),
+        settle=st.items_to_settle(float(delta.mean()), float(delta.std(ddof=1)), len(delta), room),
+    )
+
+
+def task_metric(base: TaskResult, candidate: TaskResult, thresholds: Thresholds, *, seed: int) -> GatedMetric:
+    """One task, paired by item id; items that only one model answered count as missing."""
+    shared = [item for item in base.scores if item in candidate.scores]
+    missing = len(base.texts.keys() | candidate.texts.keys()) - len(shared)
+    if len(shared) < 2:
+        raise QtoolError(f"task {base.name}: {len(shared)} items were answered by both models; at least 2 are needed")
+    if base.binary and candidate.binary:
+        metric = _accuracy(base, candidate, shared, thresholds, seed)
+    else:
+        metric = _score(base, candidate, shared, thresholds, seed)
+    return replace(metric, missing=missing)
+
+
+def _accuracy(
+    base: TaskResult, candidate: TaskResult, shared: list[str], thresholds: Thresholds, seed: int
+) -> GatedMetric:
+    flips = st.Flips.of([base.scores[i] == 1 for i in shared], [candidate.scores[i] == 1 for i in shared])
+    right = sum(base.scores[i] == 1 for i in shared)
+    chance = base.chance
+    at_chance = chance is not None and st.above_chance(right, len(shared), chance) > st.ALPHA
+    spread = st.standard_error(flips.drop, flips.discordant, 1)
+    return GatedMetric(
+        name=f"{base.name} accuracy",
+        kind="accuracy",
+        base=right / len(shared),
+        candidate=sum(candidate.scores[i] == 1 for i in shared) / len(shared),
+        loss=flips.drop,
+        interval=st.drop_interval(flips, seed=seed),
+        threshold=thresholds.max_drop,
+        items=len(shared),
+        unit="items",
+        verdict=Verdict.UNINFORMATIVE if at_chance else Verdict.INCONCLUSIVE,
+        p=st.mcnemar_drop(flips.losses, flips.gains),
+        p_two_sided=st.mcnemar(flips.losses, flips.gains),
+        losses=flips.losses,
+        gains=flips.gains,
+        chance=chance,
+        detectable=st.minimal_detectable_drop(flips.discordant, len(shared), thresholds.max_drop),
+        settle=st.items_to_settle(flips.drop, spread, len(shared), thresholds.max_drop),
+        note=f"the base is at chance ({chance:.0%})" if at_chance else "",
+    )
+
+
+def _score(
+    base: TaskResult, candidate: TaskResult, shared: list[str], thresholds: Thresholds, seed: int
+) -> GatedMetric:
+    """A task whose items score other numbers than right and wrong: losses are relative to the base's mean."""
+    b = np.array([base.scores[i] for i in shared])
+    c = np.array([candidate.scores[i] for i in shared])
+    scale = abs(float(b.mean()))
+    if scale == 0:
+        raise QtoolError(f"task {base.name}: the base scores 0 on every item, so a loss cannot be told")
+    difference = (b - c if base.higher_is_better else c - b) / scale
+    return GatedMetric(
+        name=f"{base.name} {base.metric}",
+        kind="score",
+        base=float(b.mean()),
+        candidate=float(c.mean()),
+        loss=float(difference.mean()),
+        interval=st.bootstrap_interval(difference, seed=seed),
+        threshold=thresholds.max_drop,
+        items=len(shared),
+        unit="items",
+        p=st.paired_t(difference),
+        settle=st.items_to_settle(
+            float(difference.mean()), float(difference.std(ddof=1)), len(shared), thresholds.max_drop
+        ),
+    )
+
+
+def judge_all(metrics: Sequence[GatedMetric]) -> list[GatedMetric]:
+    """Correct the p values over the informative metrics (Holm) and set each verdict.
+
+    A divergence has no null hypothesis of its own (it is 0 for equal models only), so its threshold alone decides. A
+    metric with items missing may FAIL but never PASS. A candidate whose value is not a number FAILs.
+    """
+    family = {m.name: m.p for m in metrics if m.p is not None and m.verdict is not Verdict.UNINFORMATIVE}
+    adjusted = st.holm(family)
+    return [_judged(m, adjusted.get(m.name), len(adjusted)) for m in metrics]
+
+
+def _judged(metric: GatedMetric, p_holm: float | None, family: int) -> GatedMetric:
+    if metric.verdict is Verdict.UNINFORMATIVE:
+        return replace(metric, settle=None)
+    if not math.isfinite(metric.loss):
+        note = "the candidate gives values that are not finite numbers"
+        return replace(metric, verdict=Verdict.FAIL, p_holm=p_holm, settle=None, note=note)
+    significance = 0.0 if p_holm is None else p_holm
+    verdict = st.judge(metric.loss, metric.interval.high, metric.threshold, significance)
+    note = metric.note
+    if metric.missing:
+        note = f"{metric.missing} items have no answer from both models"
+        verdict = Verdict.FAIL if verdict is Verdict.FAIL else Verdict.INCONCLUSIVE
+    elif verdict is Verdict.INCONCLUSIVE:
+        note = f"about {metric.settle:,} {metric.unit} would settle it" if metric.settle else "too close to call"
+    settle = metric.settle if verdict is Verdict.INCONCLUSIVE else None
+    detectable = metric.detectable
+    if metric.losses is not None and metric.gains is not None:
+        discordant = (metric.losses + metric.gains) / metric.items
+        detectable = st.minimal_detectable_drop(discordant, metric.items, metric.threshold, max(family, 1))
+    return replace(metric, verdict=verdict, p_holm=p_holm, settle=settle, detectable=detectable, note=note)

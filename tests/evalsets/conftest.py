@@ -1,0 +1,100 @@
+"""A tiny random Llama with a byte-level tokenizer, and a stand-in for the runtime that transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+VOCAB = 300
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "a"), ("e", "r")]
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters, *("".join(m) for m in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+
+
+def save_tiny_model(folder: Path, *, seed: int = 0, noise: float = 0.0) -> Path:
+    """A random Llama of 64 hidden units; `noise` perturbs its weights, as a bad quantization would."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with every weight perturbed by a fifth of its spread."""
+    return save_tiny_model(tmp_path_factory.mktemp("noisy"), noise=0.2)
+
+
+@dataclass(frozen=True)
+class FakeScored:
+    logprobs: tuple[float, ...]
+    greedy: bool
+
+
+class FakeServed:
+    """The runtime's three methods, computed one sequence at a time by transformers in float32."""
+
+    def __init__(self, folder: Path, **engine_args: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.max_model_len = int(self.model.config.max_position_embeddings)
+
+    def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        for sequence in sequences:
+            with torch.no_grad():
+                yield self.model(torch.tensor([list(sequence)])).logits[0].float()
+
+    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[FakeScored]:
+        results = []
+        for context, continuation in pairs:
+            assert len(context) >= 1
+            assert len(continuation) >= 1
+            assert len(context) + len(continuation) <= self.max_model_len
+            (logits,) = self.prompt_logits([[*context, *continuation]])
+            rows = logits[len(context) - 1 : -1].log_softmax(-1)
+            targets = torch.tensor(list(continuation))
+            picked = rows.gather(1, targets[:, None])[:, 0]
+            results.append(FakeScored(tuple(picked.tolist()), bool((rows.argmax(-1) == targets).all())))
+        return results
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        raise NotImplementedError("the comparison does not generate")
+
+
+@pytest.fixture
+def fake_served() -> type[FakeServed]:
+    return FakeServed

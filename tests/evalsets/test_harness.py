@@ -1,0 +1,114 @@
+"""Our lm-eval model class against lm-eval's own Hugging Face class on a tiny random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+
+from qtool.evalsets import harness
+from qtool.evalsets.items import ChoiceSet, Item
+from qtool.quant.calibration import load_tokenizer
+from qtool.quant.errors import QtoolError
+
+PAIRS = [
+    ("the cat sat on", " the mat"),
+    ("the cat sat on ", "the mat"),  # the space moves over to the continuation
+    ("", "in the beginning"),
+    ("", "<s>in the end"),  # brings its own BOS
+    ("<s>once", " upon a time"),
+    ("x" * 140, " too long a context"),  # beyond 128 tokens: loses its beginning
+    ("天空", "是蓝色的"),
+]
+
+
+@pytest.fixture(scope="module")
+def both(tiny: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
+    # one less than the model takes: lm-eval does not count the last target, our runtime does
+    return HFLM(pretrained=model, tokenizer=load_tokenizer(tiny), batch_size=1, max_length=127), tiny
+
+
+def _ours(folder: Path, served: Any) -> harness.QtoolLM:
+    return harness.QtoolLM(served=served(folder), tokenizer=load_tokenizer(folder))
+
+
+def _instances(kind: Any, arguments: list[Any]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=0) for a in arguments]
+
+
+def test_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_served: Any) -> None:
+    theirs, folder = both
+    ours = _ours(folder, fake_served)
+    requests = _instances("loglikelihood", PAIRS)
+    for pair, (a, greedy_a), (b, greedy_b) in zip(
+        PAIRS, theirs.loglikelihood(requests), ours.loglikelihood(requests), strict=True
+    ):
+        assert a == pytest.approx(b, abs=1e-4), pair
+        assert greedy_a == greedy_b
+
+
+def test_rolling_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_served: Any) -> None:
+    theirs, folder = both
+    text = "the rain in the plain and then the winter " * 9
+    requests = _instances("loglikelihood_rolling", [(text,)])
+    (a,) = theirs.loglikelihood_rolling(requests)
+    (b,) = _ours(folder, fake_served).loglikelihood_rolling(requests)
+    assert a == pytest.approx(b, abs=1e-3)
+
+
+def test_registered_by_name() -> None:
+    assert get_model("qtool") is harness.QtoolLM
+
+
+def test_a_choice_set_runs_by_lm_eval(both: tuple[Any, Path], fake_served: Any) -> None:
+    """Scores, margins and per-character scores against likelihoods computed by hand; odd contexts kept verbatim."""
+    _, folder = both
+    ours = _ours(folder, fake_served)
+    items = (
+        Item("a", "the cat {{sat}} on", ("the mat", "a hat", "thin air"), 1),
+        Item("b", "", ("in the end", "on the end of it"), 0, ""),
+        Item("c", "answer", ("天", "地"), 1, ""),
+    )
+    (result,) = harness.run_choice_sets(ours, [ChoiceSet("odd", items, "here")])
+    assert list(result.scores) == ["a", "b", "c"]
+    assert result.chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
+    for item in items:
+        pairs = [(item.context, item.delimiter + c) for c in item.choices]
+        ll = [score for score, _ in ours.loglikelihood(_instances("loglikelihood", pairs))]
+        assert result.scores[item.id] == float(ll.index(max(ll)) == item.answer)
+        per_char = [score / len(c) for score, c in zip(ll, item.choices)]
+        assert result.normalised is not None
+        assert result.normalised[item.id] == float(per_char.index(max(per_char)) == item.answer)
+        assert result.margins is not None
+        wrong = max(score for i, score in enumerate(ll) if i != item.answer)
+        assert result.margins[item.id] == pytest.approx(ll[item.answer] - wrong, abs=1e-5)
+
+
+def test_generation_options_of_lm_eval() -> None:
+    sampling = harness._sampling({"until": ["\n", ""], "max_gen_toks": 7, "do_sample": False, "temperature": 0.7})
+    assert (sampling.max_tokens, sampling.greedy, tuple(sampling.stop)) == (7, True, ("\n",))
+    sampling = harness._sampling({"do_sample": True, "until": "Q:"})
+    assert (sampling.max_tokens, sampling.temperature, tuple(sampling.stop)) == (256, 1.0, ("Q:",))
+
+
+def test_a_choice_without_tokens_or_too_long_is_refused(both: tuple[Any, Path], fake_served: Any) -> None:
+    ours = _ours(both[1], fake_served)
+    with pytest.raises(QtoolError, match="too long"):
+        ours.loglikelihood(_instances("loglikelihood", [("a", " b" * 200)]))
+    with pytest.raises(QtoolError, match="pretrained"):
+        harness.QtoolLM()
+
+
+def test_named_tasks_without_a_hub_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(QtoolError, match="does not answer"):
+        harness._check_hub(["arc_easy"])

@@ -17,6 +17,7 @@ from qtool.runtime.engine.params import SamplingParams
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
+    "echo": (False,),  # of a chat; completions have it
     "logit_bias": ({},),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),

@@ -81,7 +81,7 @@ def test_a_failed_request_fails_alone(make_engine: Callable[..., Any], serve: Ca
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_refused_prompt_takes_its_siblings_with_it(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+def test_a_refused_prompt_takes_its_siblings_along(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
     engine = make_engine()
     with serve(engine) as url:
         response = httpx.post(f"{url}/v1/completions", json={"prompt": [[1], [2], [300]], "max_tokens": 100})
@@ -130,7 +130,9 @@ def test_a_slow_reader_skips_states_and_keeps_nothing() -> None:
     assert asyncio.run(read()) == [(0, True), (1, True)]
 
 
-def test_metrics_count_what_clients_count(make_engine: Callable[..., Any], serve: Callable[..., Any], sample: Any) -> None:
+def test_metrics_count_what_clients_count(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], sample: Any
+) -> None:
     with serve(make_engine(), metrics_prefix="vllm:") as url:
         prompt_tokens = output_tokens = gaps = 0
         for number in range(1, 13):

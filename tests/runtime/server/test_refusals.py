@@ -138,9 +138,11 @@ def _hostile(rng: random.Random) -> Any:
         None, True, -1, 0, 1, 2**31, 2**63, 10**400, 1e308, -0.0, "", "x", "\x00", "💥" * 50, [], {}, [[]], [None],
         [2**40], {"a": {"b": []}}, ["a", 1], [[1], ["b"]], "a" * 5000,
     ]
-    names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "echo",
-             "stream", "stream_options", "stop_token_ids", "min_tokens", "repetition_penalty", "logit_bias", "model",
-             "messages", "top_logprobs", "ignore_eos", "max_completion_tokens", "".join(rng.choices(string.printable, k=5))]
+    names = [
+        "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "echo",
+        "stream", "stream_options", "stop_token_ids", "min_tokens", "repetition_penalty", "logit_bias", "model",
+        "messages", "top_logprobs", "ignore_eos", "max_completion_tokens", "".join(rng.choices(string.printable, k=5)),
+    ]
     body: dict[str, Any] = {"prompt": "hello", "messages": MESSAGE, "max_tokens": 4}
     for _ in range(rng.randint(1, 4)):
         body[rng.choice(names)] = rng.choice(values)
@@ -149,7 +151,7 @@ def _hostile(rng: random.Random) -> Any:
 
 def test_hostile_bodies_never_harm(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
     rng = random.Random(0)
-    engine = make_engine()
+    engine = make_engine(max_model_len=96)
     with serve(engine) as url, httpx.Client() as client:
         statuses = set()
         for number in range(400):
@@ -173,6 +175,8 @@ def test_port_in_use_is_one_line() -> None:
     from qtool.quant.errors import QtoolError
     from qtool.runtime.server.launch import bind
 
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # what asyncio looks at before it sets TCP_NODELAY
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(QtoolError, match=f"127.0.0.1:{port}.*--port"):

@@ -156,7 +156,6 @@ def _accuracy(
         losses=flips.losses,
         gains=flips.gains,
         chance=chance,
-        detectable=st.minimal_detectable_drop(flips.discordant, len(shared), thresholds.max_drop),
         settle=st.items_to_settle(flips.drop, spread, len(shared), thresholds.max_drop),
         note=f"the base is at chance ({chance:.0%})" if at_chance else "",
     )
@@ -195,7 +194,8 @@ def judge_all(metrics: Sequence[GatedMetric]) -> list[GatedMetric]:
     A divergence has no null hypothesis of its own (it is 0 for equal models only), so its threshold alone decides. A
     metric with items missing may FAIL but never PASS. A candidate whose value is not a number FAILs.
     """
-    family = {m.name: m.p for m in metrics if m.p is not None and m.verdict is not Verdict.UNINFORMATIVE}
+    informative = [m for m in metrics if m.verdict is not Verdict.UNINFORMATIVE and math.isfinite(m.loss)]
+    family = {m.name: m.p for m in informative if m.p is not None}
     adjusted = st.holm(family)
     return [_judged(m, adjusted.get(m.name), len(adjusted)) for m in metrics]
 
@@ -215,7 +215,7 @@ def _judged(metric: GatedMetric, p_holm: float | None, family: int) -> GatedMetr
     elif verdict is Verdict.INCONCLUSIVE:
         note = f"about {metric.settle:,} {metric.unit} would settle it" if metric.settle else "too close to call"
     settle = metric.settle if verdict is Verdict.INCONCLUSIVE else None
-    detectable = metric.detectable
+    detectable = None
     if metric.losses is not None and metric.gains is not None:
         discordant = (metric.losses + metric.gains) / metric.items
         detectable = st.minimal_detectable_drop(discordant, metric.items, metric.threshold, max(family, 1))

@@ -302,18 +302,31 @@ def _choice_result(choice_set: ChoiceSet, samples: list[dict[str, Any]]) -> Task
     return TaskResult(choice_set.name, "accuracy", choice_set.chance, scores, normalised, margins, True, texts)
 
 
-def run_named_tasks(lm: QtoolLM, names: Sequence[str], *, limit: int | None = None, seed: int = 0) -> list[TaskResult]:
-    """Run lm-eval's own tasks by name. Their data comes from the hub, or from the local cache with HF_HUB_OFFLINE=1.
+def named_tasks(names: Sequence[str]) -> TaskManager | None:
+    """The index of lm-eval's own tasks (it takes long to read), with `names` checked; None where there are none.
 
     Raises:
-        QtoolError: an unknown task, or one whose data cannot be had.
+        QtoolError: an unknown task, or a hub out of reach, from which the data come.
     """
     if not names:
-        return []
+        return None
+    _check_hub(names)
     manager = TaskManager()
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise QtoolError(f"--lm-eval-tasks: lm-eval knows no task {unknown[0]!r}; see `lm_eval ls tasks`")
-    _check_hub(names)
+    return manager
+
+
+def run_named_tasks(
+    lm: QtoolLM, names: Sequence[str], manager: TaskManager | None, *, limit: int | None = None, seed: int = 0
+) -> list[TaskResult]:
+    """Run lm-eval's own tasks by name, on the first `limit` items of each (None: all).
+
+    Raises:
+        QtoolError: the data cannot be had.
+    """
+    if manager is None:
+        return []
     try:
         output = _evaluate(lm, list(names), manager, seed, limit)
     except (OSError, ValueError, RuntimeError) as error:

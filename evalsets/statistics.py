@@ -170,7 +170,7 @@ def items_to_settle(drop: float, spread: float, items: int, threshold: float) ->
     the drop itself.
     """
     room = threshold - drop if drop <= threshold else drop
-    if room <= 0:
+    if not math.isfinite(room) or room <= 0:
         return None
     z = float(stats.norm.ppf(1 - ALPHA))
     return max(items + 1, math.ceil((z * spread / room) ** 2))

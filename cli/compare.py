@@ -1,0 +1,101 @@
+"""qtool compare: is the quantized model still good enough?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qtool.cli.common import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, Device, Json, Quiet, Reporter
+
+if TYPE_CHECKING:
+    from qtool.evalsets.compare import Comparison
+
+_EXITS = {"PASS": EXIT_PASS, "FAIL": EXIT_FAIL}
+
+
+def command(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The 16-bit model: folder, hub id or built-in name.")],
+    quant: Annotated[str, typer.Argument(metavar="QUANT", help="The quantized model: folder or hub id.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Text for perplexity and KL: .txt, or .jsonl with text. Default: built in.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text to measure.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Multiple-choice set: .jsonl (id, context, choices, answer), `grammar`, or `none`. Repeatable."
+        ),
+    ] = None,
+    lm_eval_tasks: Annotated[
+        str, typer.Option("--lm-eval-tasks", metavar="NAME,...", help="lm-eval tasks by name, beside the others.")
+    ] = "",
+    lm_eval_limit: Annotated[
+        int | None, typer.Option("--lm-eval-limit", min=2, help="Items of each lm-eval task; default: all.")
+    ] = None,
+    max_kl: Annotated[float, typer.Option(help="Gate: mean KL per token, nats.")] = 0.1,
+    max_ppl_increase: Annotated[float, typer.Option(help="Gate: increase of perplexity, percent.")] = 3.0,
+    max_drop: Annotated[float, typer.Option(help="Gate: drop of accuracy, points.")] = 2.0,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and compare.json.")] = Path("compare-report"),
+    dtype: Annotated[str, typer.Option(help="Activations: auto (as served), float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Of the bootstrap and of lm-eval.")] = 0,
+    quiet: Quiet = False,
+    json_result: Json = False,
+) -> int:
+    """Prove that QUANT is as good as BASE, or show where it is not.
+
+    Both models are served by the runtime and answer the same questions. Exit status: 0 PASS, 1 FAIL, 2 INCONCLUSIVE.
+    """
+    from qtool.evalsets.compare import BUILT_IN, compare
+    from qtool.evalsets.gate import Thresholds
+    from qtool.evalsets.report import write_report
+    from qtool.quant.errors import QtoolError
+
+    if out.exists() and not out.is_dir():
+        raise QtoolError(f"--out {out}: is a file; give a folder")
+    sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
+    names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
+    reporter = Reporter(quiet, json_result)
+    with reporter.progress() as progress:
+        result = compare(
+            base,
+            quant,
+            data=data,
+            windows=windows,
+            context=context,
+            tasks=sets,
+            lm_eval_tasks=names,
+            lm_eval_limit=lm_eval_limit,
+            thresholds=Thresholds(max_kl, max_ppl_increase / 100, max_drop / 100),
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            progress=progress,
+        )
+    page, document = write_report(result, out, ["qtool", *sys.argv[1:]])
+    _print(reporter, result, page)
+    reporter.result({**result.to_dict(), "report": str(page), "json": str(document)})
+    return _EXITS.get(result.verdict, EXIT_INCONCLUSIVE)
+
+
+def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
+    from qtool.evalsets.report import HEADER, megabytes, metric_row, reasons
+
+    title = f"{result.candidate.name} against {result.base.name}"
+    reporter.table(title, HEADER, [metric_row(m) for m in result.metrics])
+    d, noise = result.divergence, result.noise
+    facts: dict[str, Any] = {
+        "weights": f"{megabytes(result.base.bytes)} → {megabytes(result.candidate.bytes)}",
+        "same top-1": f"{100 * d.same_top1:.2f} %",
+        "top-5 shared": f"{100 * d.top5_overlap:.2f} %",
+        "KL p50 / p99 / max": f"{d.kl.p50:.4f} / {d.kl.p99:.4f} / {d.kl.max:.4f}",
+        "noise floor KL": f"{noise.mean_kl:.2g}",
+    }
+    reporter.line("  ".join(f"{name}: {value}" for name, value in facts.items()))
+    for line in (*reasons(result), *result.notes):
+        reporter.line(f"  {line}")
+    reporter.line(f"{result.verdict.value}  (report: {page})")

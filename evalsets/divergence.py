@@ -1,0 +1,179 @@
+"""Token-level comparison of two served models on windows of text, with one model in memory at a time.
+
+The base's logits are put on disk (float32, in an unnamed temporary file that vanishes with the process); the
+candidate is compared with them window by window. llama.cpp's perplexity tool works in the same two passes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtool.evalsets.harness import Served
+from qtool.evalsets.metrics import TokenScores, token_scores
+from qtool.quant.errors import QtoolError
+from qtool.quant.progress import ProgressFn, silent
+
+WORST = 20
+SHOWN_TOKENS = 24  # of the text before a position
+SHOWN_CHOICES = 3
+
+
+class LogitSpool:
+    """Logits of some windows on disk: each [positions, vocab] float32. Use it as a context."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._shape: tuple[int, int] | None = None
+        self._count = 0
+
+    @property
+    def vocab(self) -> int:
+        return self._shape[1] if self._shape else 0
+
+    def reserve(self, windows: int, positions: int, vocab: int) -> None:
+        """Raise QtoolError where the temporary folder has no room for all the windows."""
+        need, folder = windows * positions * vocab * 4, tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise QtoolError(
+                f"{folder}: {free / 1e9:.1f} GB free, the base's logits need {need / 1e9:.1f} GB; set TMPDIR to a "
+                "larger disk, or pass fewer --windows"
+            )
+
+    def append(self, logits: Tensor) -> None:
+        """Add the next window's logits [positions, vocab]."""
+        self._shape = (logits.shape[0], logits.shape[1])
+        self._file.seek(0, 2)
+        logits.float().cpu().contiguous().numpy().tofile(self._file)
+        self._count += 1
+
+    def window(self, index: int) -> Tensor:
+        """The logits of one window, [positions, vocab] float32. Raises IndexError where there is none."""
+        if self._shape is None or not 0 <= index < self._count:
+            raise IndexError(index)
+        size = self._shape[0] * self._shape[1]
+        self._file.seek(index * size * 4)
+        flat = np.fromfile(self._file, dtype=np.float32, count=size)
+        return torch.from_numpy(flat).view(self._shape)
+
+    def __enter__(self) -> LogitSpool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Position:
+    """One place in the text where the two models differ much.
+
+    Attributes:
+        window, token: which window, and which token of it is to be predicted.
+        kl: nats.
+        before, following: the text before it, and the token that follows in the text.
+        base, candidate: each model's likeliest tokens with their probabilities.
+    """
+
+    window: int
+    token: int
+    kl: float
+    before: str
+    following: str
+    base: tuple[tuple[str, float], ...]
+    candidate: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class WindowComparison:
+    """Token scores of each window (fields [context − 1]) and the places that differ most, worst first."""
+
+    scores: tuple[TokenScores, ...]
+    worst: tuple[Position, ...]
+
+    def joined(self, field: str) -> Tensor:
+        """One field over all windows, [windows · (context − 1)]."""
+        return torch.cat([getattr(s, field) for s in self.scores])
+
+    def window_means(self, field: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """One field's mean per window, [windows] float64."""
+        return np.array([getattr(s, field).double().mean().item() for s in self.scores])
+
+
+def _logits(served: Served, tokens: Tensor) -> Iterator[Tensor]:
+    """Logits [context − 1, vocab] of each window's positions that have a next token."""
+    for logits in served.prompt_logits(tokens.tolist()):
+        yield logits[:-1]
+
+
+def spool_base(served: Served, tokens: Tensor, spool: LogitSpool, *, progress: ProgressFn = silent) -> None:
+    """Put the base's logits for `tokens` [windows, context] on disk.
+
+    Raises:
+        QtoolError: no room on the disk, or logits that are not finite numbers.
+    """
+    windows, context = tokens.shape
+    for index, logits in enumerate(_logits(served, tokens)):
+        if index == 0:
+            spool.reserve(windows, context - 1, logits.shape[1])
+        if not torch.isfinite(logits).all():
+            raise QtoolError(f"the base model gives logits that are not finite numbers (window {index}): a broken base")
+        spool.append(logits)
+        progress("base: text", index + 1, windows)
+
+
+def repeat_kl(served: Served, tokens: Tensor, spool: LogitSpool, *, count: int) -> Tensor:
+    """KL of the base against itself, computed once more on the first `count` windows in reverse order; [tokens]."""
+    again = list(range(min(count, len(tokens))))[::-1]
+    parts = [
+        token_scores(spool.window(index), logits.cpu(), tokens[index, 1:]).kl
+        for index, logits in zip(again, _logits(served, tokens[again]))
+    ]
+    return torch.cat(parts)
+
+
+def compare_windows(
+    served: Served, tokens: Tensor, spool: LogitSpool, tokenizer: Any, *, progress: ProgressFn = silent
+) -> WindowComparison:
+    """Compare the candidate's logits for `tokens` [windows, context] with the base's on disk.
+
+    Raises:
+        QtoolError: the candidate's vocabulary has another size.
+    """
+    scores: list[TokenScores] = []
+    worst: list[Position] = []
+    for index, logits in enumerate(_logits(served, tokens)):
+        if logits.shape[1] != spool.vocab:
+            raise QtoolError(
+                f"the candidate predicts {logits.shape[1]} tokens, the base {spool.vocab}: not the same model"
+            )
+        base = spool.window(index).to(logits.device)
+        targets = tokens[index, 1:].to(logits.device)
+        scores.append(token_scores(base, logits, targets))
+        top = scores[-1].kl.nan_to_num(nan=torch.inf).topk(min(WORST, len(targets))).indices.tolist()
+        worst += [_position(index, at, scores[-1], base[at], logits[at], tokens[index], tokenizer) for at in top]
+        progress("candidate: text", index + 1, len(tokens))
+    worst.sort(key=lambda p: -p.kl)
+    return WindowComparison(tuple(scores), tuple(worst[:WORST]))
+
+
+def _position(
+    window: int, at: int, scores: TokenScores, base: Tensor, candidate: Tensor, tokens: Tensor, tokenizer: Any
+) -> Position:
+    def likeliest(logits: Tensor) -> tuple[tuple[str, float], ...]:
+        probabilities, ids = logits.float().softmax(-1).topk(SHOWN_CHOICES)
+        return tuple((tokenizer.decode([i]), p) for i, p in zip(ids.tolist(), probabilities.tolist()))
+
+    before = tokenizer.decode(tokens[max(0, at + 1 - SHOWN_TOKENS) : at + 1].tolist())
+    following = tokenizer.decode(tokens[at + 1 : at + 2].tolist())
+    return Position(window, at + 1, scores.kl[at].item(), before, following, likeliest(base), likeliest(candidate))

@@ -1,0 +1,91 @@
+"""`qtool chat`: talk to a model in the terminal, answers streamed as they come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qtool.cli.common import Device, Model, Quiet, Reporter
+from qtool.quant.errors import QtoolError
+
+if TYPE_CHECKING:
+    from qtool.runtime.engine.params import SamplingParams
+    from qtool.runtime.llm_engine import LLMEngine
+
+
+def command(
+    model: Model,
+    system: Annotated[str | None, typer.Option("--system", help="System message that opens the conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of one answer.")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling, in (0, 1].")] = 0.9,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers repeatable.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Chat with a model. One line is one message; Ctrl-C ends an answer, Ctrl-D the chat."""
+    from qtool.runtime.engine.params import SamplingParams
+    from qtool.runtime.llm_engine import LLMEngine
+
+    reporter = Reporter(quiet=quiet)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with reporter.progress() as progress:
+        engine = LLMEngine(model, dtype=dtype, device=device, max_num_seqs=1, progress=progress)
+    if not getattr(engine.tokenizer, "chat_template", None):
+        raise QtoolError(f"{model}: its tokenizer has no chat template, so it is not a chat model")
+    reporter.say("Ctrl-C ends an answer, Ctrl-D the chat.")
+    interactive = sys.stdin.isatty()
+    messages = [{"role": "system", "content": system}] if system else []
+    for line in _lines("> " if interactive else ""):
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _answer(engine, messages, params, _show)
+        except QtoolError as error:
+            messages.pop()
+            if not interactive:
+                raise
+            reporter.warn(str(error))
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """Lines of stdin until its end; an interrupt at the prompt ends them too."""
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _answer(
+    engine: LLMEngine, messages: list[dict[str, str]], params: SamplingParams, show: Callable[[str], None]
+) -> str:
+    """Generate one answer, showing it as it grows; what there was of it where Ctrl-C ended it."""
+    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    room = engine.max_model_len - len(ids)
+    if room < 1:
+        raise QtoolError(f"the conversation is longer than the context of {engine.max_model_len} tokens: start a new chat")
+    engine.add_request("chat", ids, params)
+    shown = ""
+    try:
+        while engine.has_unfinished():
+            for output in engine.step():
+                text = output.outputs[0].text
+                show(text[len(shown) :])
+                shown = text
+    except KeyboardInterrupt:
+        engine.abort_request("chat")
+    show("\n")
+    return shown

@@ -1,0 +1,136 @@
+"""The engine's inner loop: schedule, execute, update. Knows an executor only by its one method. No torch here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.kv_cache_manager import KVCacheManager
+from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
+from qtool.runtime.engine.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Computes one step: a result for each piece of work, in order. May raise: then only this step's requests fail."""
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]: ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine at one moment. Slots are places for one token in the KV cache; totals count from the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_slots_allocated: int
+    kv_slots_filled: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_steps: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.kv_blocks_used / self.kv_blocks_total
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the allocated slots that hold no token."""
+        return 1 - self.kv_slots_filled / self.kv_slots_allocated if self.kv_slots_allocated else 0.0
+
+
+class EngineCore:
+    """Scheduler and executor in one step loop."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, executor: Executor) -> None:
+        self.scheduler = Scheduler(config, kv)
+        self.kv = kv
+        self.executor = executor
+        self._requests: dict[str, Request] = {}
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._num_steps = 0
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises QtoolError for an id in use, or a request that could never run."""
+        if request.request_id in self._requests:
+            raise QtoolError(f"request id {request.request_id!r} is in use")
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request wherever it stands; None where there is none of that id (it may have ended by itself)."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> Request | None:
+        """End a request from outside the loop (abort, a stop string) and free its blocks."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.finish(request, reason, stop_reason)
+            self._check_when_idle()
+        return request
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Request]:
+        """Compute one step; returns the requests that got a token or ended. A failing step ends its own requests."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        self._num_steps += 1
+        try:
+            results = self.executor.execute(scheduled)
+        except Exception as error:
+            log.exception("a step failed; its %d requests end with an error, the others go on", len(scheduled))
+            changed = [w.request for w in scheduled if w.request.status is Status.RUNNING]
+            for request in changed:
+                self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
+        else:
+            for work in scheduled:
+                if not work.padding:
+                    prompt = work.request.num_prompt_tokens
+                    self._prompt_tokens += max(0, min(work.start + work.num_tokens, prompt) - work.start)
+            self._generation_tokens += sum(r.token_id is not None for r in results)
+            changed = self.scheduler.update(scheduled, results)
+        for request in changed:
+            if request.status is Status.FINISHED:
+                del self._requests[request.request_id]
+        self._check_when_idle()
+        return changed
+
+    def _check_when_idle(self) -> None:
+        if not self.scheduler.has_unfinished():
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError where a block leaked, was freed twice, or a request is lost."""
+        self.kv.check_integrity()
+        if not self.scheduler.has_unfinished() and self.kv.pool.num_used:
+            raise RuntimeError(f"{self.kv.pool.num_used} KV-cache blocks are in use while no request runs")
+
+    def stats(self) -> EngineStats:
+        allocated = self.kv.pool.num_used * self.kv.block_size
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_blocks_used=self.kv.pool.num_used,
+            kv_blocks_total=self.kv.pool.num_blocks,
+            kv_slots_allocated=allocated,
+            kv_slots_filled=allocated - self.kv.num_unfilled_slots(),
+            num_preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_steps=self._num_steps,
+            prefix_cache_queries=self.kv.prefix_queries,
+            prefix_cache_hits=self.kv.prefix_hits,
+        )

@@ -1,0 +1,137 @@
+"""One request as the scheduler sees it: tokens, how many of them are computed, and what ends it. No torch here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from qtool.runtime.engine.params import RequestMetrics, SamplingParams, TokenLogprobs
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and the tokens generated from it.
+
+    `num_computed_tokens` catches up with `num_tokens`: a prefill chunk, a decode step and the recomputation after a
+    preemption differ only in how far it is behind.
+
+    Attributes:
+        prompt_token_ids: at least one token.
+        stop_token_ids: token ids that end the output: end-of-sequence (unless ignored) and the client's own.
+        score_from: the first prompt position (≥ 1) whose token is to be scored, or None. Position i is scored with
+            the logits of position i - 1.
+        score_kind: `logprobs` gives one TokenLogprobs per scored position, `logits` one float32 tensor per chunk.
+        generate: False for a request that is only scored: it ends with its prompt.
+        prompt_scores: what the executor returned for the scored positions, in order.
+        num_scored: scored positions so far (a recomputation does not score again).
+        sample_seed: seed of this request's random stream; with the position it decides the draw.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    score_from: int | None = None
+    score_kind: Literal["logprobs", "logits"] = "logprobs"
+    generate: bool = True
+    sample_seed: int = 0
+    token_ids: list[int] = field(init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_scores: list[Any] = field(default_factory=list)
+    num_scored: int = 0
+    num_computed_tokens: int = 0
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The longest prefix that may come from the cache: the logits that are needed must still be computed."""
+        if self.score_from is not None and self.num_scored < self.num_to_score:
+            return self.score_from - 1 + self.num_scored
+        return self.num_tokens - 1
+
+    @property
+    def num_to_score(self) -> int:
+        """Positions to score in all; `logits` include those after the last prompt token."""
+        if self.score_from is None:
+            return 0
+        return self.num_prompt_tokens - self.score_from + (self.score_kind == "logits")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished = time.monotonic()
+
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival=self.arrival,
+            scheduled=self.scheduled,
+            first_token=self.first_token,
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """The work of one step on one request: compute tokens `start` .. `start + num_tokens - 1`.
+
+    Attributes:
+        block_table: the request's KV blocks in order; covers the computed tokens.
+        sample: the last of these tokens is the request's last, so the next one is to be sampled.
+        padding: a finished row of a static batch, computed and thrown away.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_table: list[int]
+    sample: bool
+    padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions."""
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_scores: tuple[Any, ...] = ()
+    num_scored: int = 0

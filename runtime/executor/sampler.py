@@ -1,0 +1,182 @@
+"""Choosing the next token of every row of a step at once, and the log-probabilities that go with it. Float32 throughout.
+
+Order of operations (as in vLLM): penalties, temperature, min-p, top-k, top-p. Log-probabilities are of the raw
+distribution, before all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
+
+CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at all of them only where that is too few
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One row of logits to sample from: the request's parameters, its tokens so far, and its random stream."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One number in [0, 1) per (seed, position): splitmix64 (Steele et al. 2014), counter-based.
+
+    The draw depends on nothing else, so a request's tokens do not change with its neighbours or with preemption.
+    """
+    mask = (1 << 64) - 1
+    z = np.array([s & mask for s in seeds], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for value in (np.zeros(len(z), dtype=np.uint64), np.array(positions, dtype=np.uint64)):
+            z = (z ^ value) + np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """The next token of each row of `logits` [rows, vocab_size] float32, and its logprobs where they are asked for."""
+    adjusted = _forbid_early_stop(_penalize(logits, rows), rows)
+    if all(r.params.greedy for r in rows):
+        chosen = adjusted.argmax(dim=-1)
+    else:
+        chosen = torch.where(_column(rows, lambda p: p.greedy, adjusted), adjusted.argmax(-1, keepdim=True),
+                             _draw(adjusted, rows)).squeeze(1)  # fmt: skip
+    asked = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    if asked:
+        index = torch.tensor(asked, device=logits.device)
+        tops = [rows[i].params.logprobs or 0 for i in asked]
+        for i, found in zip(asked, token_logprobs(logits[index], chosen[index], tops)):
+            logprobs[i] = found
+    return chosen.tolist(), logprobs
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-softmax of `logits` [rows, vocab_size] at `tokens` [rows], and of the `tops[i]` likeliest tokens of row i."""
+    norm = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, tokens[:, None])
+    ranks = ((logits > own).sum(dim=1) + 1).tolist()
+    values = (own - norm).squeeze(1).tolist()
+    most = max(tops, default=0)
+    likeliest, ids = logits.topk(most, dim=-1)
+    scores, names = (likeliest - norm).tolist(), ids.tolist()
+    return [
+        TokenLogprobs(token, value, rank, dict(zip(name[:top], score[:top])))
+        for token, value, rank, name, score, top in zip(tokens.tolist(), values, ranks, names, scores, tops)
+    ]
+
+
+def _column(rows: Sequence[SamplingRow], pick: object, like: Tensor) -> Tensor:
+    """[rows, 1] of one parameter."""
+    assert callable(pick)
+    values = [pick(r.params) for r in rows]
+    kind = torch.bool if isinstance(values[0], bool) else torch.long if isinstance(values[0], int) else torch.float32
+    return torch.tensor(values, dtype=kind, device=like.device)[:, None]
+
+
+def _penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Repetition (Keskar et al. 2019: over prompt and output), frequency and presence penalties (over the output)."""
+
+    def has_penalty(p: SamplingParams) -> bool:
+        return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+    where = [i for i, r in enumerate(rows) if has_penalty(r.params)]
+    if not where:
+        return logits
+    chosen = [rows[i] for i in where]
+    index = torch.tensor(where, device=logits.device)
+    part = logits[index]
+    output = _counts([r.token_ids[r.num_prompt_tokens :] for r in chosen], part)
+    seen = (_counts([r.token_ids for r in chosen], part)) > 0
+    repetition = _column(chosen, lambda p: float(p.repetition_penalty), part)
+    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+    part = part - output * _column(chosen, lambda p: float(p.frequency_penalty), part)
+    part = part - (output > 0) * _column(chosen, lambda p: float(p.presence_penalty), part)
+    return logits.index_copy(0, index, part)
+
+
+def _counts(tokens: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """How often each token occurs in each list: [rows, vocab_size] float32."""
+    row = torch.tensor([i for i, ids in enumerate(tokens) for _ in ids], dtype=torch.long, device=like.device)
+    flat = torch.tensor([t for ids in tokens for t in ids], dtype=torch.long, device=like.device)
+    return torch.zeros_like(like).index_put_((row, flat), torch.ones_like(flat, dtype=like.dtype), accumulate=True)
+
+
+def _forbid_early_stop(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Tokens that would end the output have no chance before `min_tokens`."""
+    pairs = [
+        (i, token)
+        for i, r in enumerate(rows)
+        if r.num_output_tokens < r.params.min_tokens
+        for token in r.stop_token_ids
+        if token < logits.shape[1]
+    ]
+    if not pairs:
+        return logits
+    row, token = torch.tensor(pairs, device=logits.device).T
+    return logits.index_put((row, token), logits.new_tensor(float("-inf")))
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Sampled tokens [rows, 1] (greedy rows get one too; the caller drops it)."""
+    temperature = _column(rows, lambda p: float(p.temperature) if not p.greedy else 1.0, logits)
+    scaled = logits / temperature
+    draws = uniforms([r.seed for r in rows], [len(r.token_ids) for r in rows])
+    u = torch.from_numpy(draws).to(logits.device, torch.float32)[:, None]
+    filtered = [not r.params.greedy and (r.params.top_k > 0 or r.params.top_p < 1 or r.params.min_p > 0) for r in rows]
+    if not any(filtered):
+        return _invert(scaled.softmax(dim=-1), u)
+    out = torch.empty(len(rows), 1, dtype=torch.long, device=logits.device)
+    plain = torch.tensor([i for i, f in enumerate(filtered) if not f], dtype=torch.long, device=logits.device)
+    if plain.numel():
+        out[plain] = _invert(scaled[plain].softmax(dim=-1), u[plain])
+    index = torch.tensor([i for i, f in enumerate(filtered) if f], dtype=torch.long, device=logits.device)
+    out[index] = _draw_filtered(scaled[index], [r for r, f in zip(rows, filtered) if f], u[index])
+    return out
+
+
+def _draw_filtered(scaled: Tensor, rows: Sequence[SamplingRow], u: Tensor) -> Tensor:
+    vocab = scaled.shape[1]
+    top_k = _column(rows, lambda p: p.top_k if 0 < p.top_k < vocab else vocab, scaled)
+    top_p = _column(rows, lambda p: float(p.top_p), scaled)
+    min_p = _column(rows, lambda p: float(p.min_p), scaled)
+    norm = scaled.logsumexp(dim=-1, keepdim=True)
+    for width in (min(CANDIDATES, vocab), vocab):
+        values, ids = scaled.topk(width, dim=-1)
+        probs = (values - norm).exp()
+        rank = torch.arange(width, device=scaled.device)
+        kept = probs * ((rank < top_k) & (probs >= min_p * probs[:, :1]))
+        # Where the last candidate still counts, tokens beyond the candidates may count too.
+        total = torch.where(kept[:, -1:] > 0, torch.ones_like(top_p), kept.sum(dim=-1, keepdim=True))
+        before = kept.cumsum(dim=-1) - kept
+        open_ended = (kept[:, -1:] > 0) & (before[:, -1:] < top_p) & (top_k > width)
+        if width == vocab or not bool(open_ended.any()):
+            break
+    if width == vocab:
+        total = kept.sum(dim=-1, keepdim=True)
+    kept = kept * (before < top_p * total)
+    return ids.gather(1, _invert(kept, u))
+
+
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF sampling: the index [rows, 1] where the running sum of `weights` passes u times their total."""
+    running = weights.cumsum(dim=-1)
+    at = torch.searchsorted(running, u * running[:, -1:], right=True)
+    last = (weights > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)  # rounding must not run past the end
+    return torch.minimum(at, last)

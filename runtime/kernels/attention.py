@@ -1,0 +1,197 @@
+"""Attention over the paged KV cache, in torch, on any device.
+
+One cache per layer: [num_blocks, block_size, 2 * num_kv_heads, head_dim], the keys first, then the values. A step's
+tokens are laid out flat: first the rows that compute one token each (decodes), sorted by context length and cut into
+groups of similar length, then the longer chunks (prefills), one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A group's padding may cost this many tokens of attention before a second call is cheaper.
+MAX_PADDING = 512
+# Chunks with context before them attend in slices of this many queries, so that a mask stays small.
+QUERY_SLICE = 512
+
+Masks = Mapping[int | None, Tensor | None]
+"""Sliding window (None: none) → additive mask in the activations' dtype; None where nothing is masked."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows `rows` of the step, one query each, over gathered blocks [len(rows) * blocks per row]."""
+
+    rows: slice
+    block_ids: Tensor
+    length: int  # keys per row, padded
+    masks: Masks  # each [rows, 1, 1, length]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A chunk of one request: rows `rows` of the step. `block_ids` is None where no context precedes the chunk."""
+
+    rows: slice
+    block_ids: Tensor | None
+    length: int  # context and chunk
+    masks: Masks  # each [len(rows), length]; None: plain causal
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """All that the layers of one step share."""
+
+    positions: Tensor  # [num_tokens] int64
+    slot_mapping: Tensor  # [num_tokens] int64: block * block_size + offset
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[Prefill, ...]
+
+
+def group_by_length(lengths: Sequence[int], max_padding: int = MAX_PADDING) -> list[slice]:
+    """Cut lengths, given in ascending order, into runs; padding each run to its longest costs ≤ `max_padding`."""
+    runs: list[slice] = []
+    end = len(lengths)
+    padding = 0
+    for i in range(len(lengths) - 1, -1, -1):
+        padding += lengths[end - 1] - lengths[i]
+        if padding > max_padding:
+            runs.append(slice(i + 1, end))
+            end, padding = i + 1, 0
+    if end:
+        runs.append(slice(0, end))
+    return runs[::-1]
+
+
+def _blocked(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """True → 0, False → -inf."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def plan_attention(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    windows: frozenset[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBatch:
+    """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
+
+    Rows of one token come first, in ascending order of `starts`.
+    """
+    positions: list[int] = []
+    slots: list[int] = []
+    for start, count, table in zip(starts, counts, tables):
+        span = range(start, start + count)
+        positions.extend(span)
+        slots.extend([table[p // block_size] * block_size + p % block_size for p in span])
+    position = torch.tensor(positions, dtype=torch.long, device=device)
+    singles = sum(1 for c in counts if c == 1)
+    decodes = []
+    for rows in group_by_length(starts[:singles]):
+        blocks = (starts[rows.stop - 1] + block_size) // block_size
+        ids = [b for table in tables[rows] for b in (*table[:blocks], *[table[0]] * (blocks - len(table)))]
+        alone = rows.stop - rows.start == 1
+        length = starts[rows.start] + 1 if alone else blocks * block_size
+        masks: dict[int | None, Tensor | None] = {}
+        for window in windows:
+            if alone and (window is None or length <= window):
+                masks[window] = None
+                continue
+            key = torch.arange(length, device=device)
+            query = position[rows, None]
+            allowed = key <= query
+            if window is not None:
+                allowed &= key > query - window
+            masks[window] = _blocked(allowed, dtype)[:, None, None]
+        decodes.append(DecodeGroup(rows, torch.tensor(ids, device=device), length, masks))
+    prefills = []
+    row = singles
+    for start, count, table in zip(starts[singles:], counts[singles:], tables[singles:]):
+        length = start + count
+        rows = slice(row, row + count)
+        row += count
+        used = None
+        if start:
+            used = torch.tensor(table[: -(-length // block_size)], device=device)
+        masks = {}
+        for window in windows:
+            if start == 0 and (window is None or length <= window):
+                masks[window] = None
+                continue
+            key = torch.arange(length, device=device)
+            query = position[rows, None]
+            allowed = key <= query
+            if window is not None:
+                allowed &= key > query - window
+            masks[window] = _blocked(allowed, dtype)
+        prefills.append(Prefill(rows, used, length, masks))
+    return AttentionBatch(
+        position, torch.tensor(slots, dtype=torch.long, device=device), tuple(decodes), tuple(prefills)
+    )
+
+
+def write_cache(cache: Tensor, kv: Tensor, batch: AttentionBatch) -> None:
+    """Put the step's keys and values [num_tokens, 2 * num_kv_heads, head_dim] into the cache."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slot_mapping, kv)
+
+
+def _gather(cache: Tensor, block_ids: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [rows, num_kv_heads, length, head_dim] of whole blocks, cut to `length`."""
+    kv = cache.index_select(0, block_ids).view(rows, -1, *cache.shape[2:])[:, :length].transpose(1, 2)
+    heads = kv.shape[1] // 2
+    return kv[:, :heads], kv[:, heads:]
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, cache: Tensor, batch: AttentionBatch, *, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of a step's queries over their sequences.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim].
+        kv: [num_tokens, 2 * num_kv_heads, head_dim], already written to `cache`.
+        window: a token sees itself and the window - 1 tokens before it; None: all.
+
+    Returns:
+        [num_tokens, num_heads * head_dim].
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = kv.shape[1] // 2
+    out = torch.empty_like(q)
+    for group in batch.decodes:
+        rows = group.rows.stop - group.rows.start
+        keys, values = _gather(cache, group.block_ids, rows, group.length)
+        # The query heads of one KV head see the same keys: they stand in for the query positions.
+        query = q[group.rows].view(rows, kv_heads, heads // kv_heads, dim)
+        found = F.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
+        out[group.rows] = found.reshape(rows, heads, dim)
+    for prefill in batch.prefills:
+        query = q[prefill.rows].transpose(0, 1)[None]
+        if prefill.block_ids is None:
+            mine = kv[prefill.rows].transpose(0, 1)[None]
+            keys, values = mine[:, :kv_heads], mine[:, kv_heads:]
+        else:
+            keys, values = _gather(cache, prefill.block_ids, 1, prefill.length)
+        mask = prefill.masks[window]
+        gqa = heads != kv_heads
+        if mask is None:
+            found = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=gqa)
+            out[prefill.rows] = found[0].transpose(0, 1)
+            continue
+        target = out[prefill.rows]
+        for i in range(0, query.shape[2], QUERY_SLICE):
+            part = slice(i, i + QUERY_SLICE)
+            found = F.scaled_dot_product_attention(
+                query[:, :, part], keys, values, attn_mask=mask[part], scale=scale, enable_gqa=gqa
+            )
+            target[part] = found[0].transpose(0, 1)
+    return out.view(tokens, heads * dim)

@@ -1,0 +1,53 @@
+"""The one table of kernels: which of them multiplies by a quantized weight, given its spec and the device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from qtool.runtime.kernels.cpu import CPU_KERNELS
+from qtool.runtime.kernels.interface import LinearKernel, LinearSpec
+from qtool.runtime.kernels.reference import REFERENCE
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def _cuda_kernels() -> tuple[LinearKernel, ...]:
+    from qtool.runtime.kernels import cuda  # compiles at first use: not before a CUDA device is asked for
+
+    return tuple(cuda.kernels()) if hasattr(cuda, "kernels") else ()
+
+
+def candidates(device: torch.device) -> tuple[LinearKernel, ...]:
+    """The kernels of a device, the fastest first; the portable one closes the list."""
+    own = CPU_KERNELS if device.type == "cpu" else _cuda_kernels() if device.type == "cuda" else ()
+    return (*own, REFERENCE)
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info("%s", message)
+
+
+def choose(spec: LinearSpec, device: torch.device) -> tuple[LinearKernel, LinearSpec]:
+    """The first kernel that runs `spec` on `device`, and the spec to call it with.
+
+    Where none quantizes activations (`act_bits`), the weight-only product of the same weights is taken; it is more
+    exact and slower. That, and every use of the portable kernel, is logged once.
+    """
+    kernels = candidates(device)
+    for kernel in kernels:
+        if kernel.supports(spec, device) is None:
+            if kernel is REFERENCE:
+                reasons = "; ".join(f"{k.name}: {k.supports(spec, device)}" for k in kernels[:-1])
+                _say_once(
+                    f"{spec.scheme.name} in {spec.dtype} on {device.type} runs on the portable kernel"
+                    + (f" ({reasons})" if reasons else "")
+                )
+            return kernel, spec
+    _say_once(f"{spec.scheme.name} on {device.type}: no kernel quantizes activations here, they stay in {spec.dtype}")
+    return choose(replace(spec, scheme=replace(spec.scheme, act_bits=None)), device)

@@ -1,0 +1,146 @@
+"""The offline face of the runtime: many prompts in, all outputs back, in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.quant.errors import QtoolError
+from qtool.quant.progress import ProgressFn, silent
+from qtool.runtime.engine.params import RequestOutput, SamplingParams, TokenLogprobs
+from qtool.runtime.engine.request import Request
+from qtool.runtime.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True)
+class Loglikelihood:
+    """log p of each continuation token given all before it (natural logarithm, float32 log-softmax), and whether
+    greedy decoding would have produced the continuation."""
+
+    logprobs: tuple[float, ...]
+    greedy: bool
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+
+class LLM:
+    """A model for offline work. Arguments as LLMEngine."""
+
+    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        self.engine = LLMEngine(model, **engine_args)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.engine.config
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: ProgressFn = silent,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts, which are batched as memory allows.
+
+        Raises:
+            QtoolError: a prompt that cannot be run; nothing is computed then.
+        """
+        if isinstance(prompts, str):
+            raise QtoolError("prompts must be a list of prompts, got one string")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise QtoolError(f"{len(prompts)} prompts but {len(each)} sampling params: give one for all, or one for each")
+        ids = [f"generate-{next(self._ids)}" for _ in prompts]
+        with self._no_leftovers(ids):
+            for request_id, prompt, own in zip(ids, prompts, each):
+                self.engine.add_request(request_id, prompt, own)
+            done = self._run(len(ids), "generating", progress)
+        return [done[i] for i in ids]
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+    ) -> list[Loglikelihood]:
+        """log p(continuation | context) of (context, continuation) token pairs, batched, in order.
+
+        Raises:
+            QtoolError: an empty context or continuation, or both together longer than `max_model_len`.
+        """
+        for i, (context, continuation) in enumerate(pairs):
+            if not context or not continuation:
+                raise QtoolError(f"pair {i}: context and continuation need at least one token each")
+        ids = [f"score-{next(self._ids)}" for _ in pairs]
+        with self._no_leftovers(ids):
+            requests = [
+                self.engine.add_scoring_request(request_id, [*context, *continuation], score_from=len(context))
+                for request_id, (context, continuation) in zip(ids, pairs)
+            ]
+            self._run(len(ids), "scoring", progress)
+        return [_loglikelihood(r) for r in requests]
+
+    def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Logits after every token of every sequence: [len(sequence), vocab_size] float32, one sequence at a time.
+
+        Raises:
+            QtoolError: a sequence that is empty or longer than `max_model_len`.
+        """
+        for sequence in sequences:
+            request_id = f"logits-{next(self._ids)}"
+            with self._no_leftovers([request_id]):
+                request = self.engine.add_scoring_request(request_id, sequence, kind="logits")
+                self._run(1, "scoring", silent)
+            _check_finished(request)
+            yield torch.cat(request.prompt_scores)
+
+    def _no_leftovers(self, ids: Sequence[str]) -> _AbortOnError:
+        return _AbortOnError(self.engine, ids)
+
+    def _run(self, total: int, what: str, progress: ProgressFn) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished():
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+                    progress(what, len(done), total)
+        return done
+
+
+class _AbortOnError:
+    """Takes requests out of the engine when the work on them is broken off (an error, Ctrl-C)."""
+
+    def __init__(self, engine: LLMEngine, ids: Sequence[str]) -> None:
+        self._engine, self._ids = engine, ids
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            for request_id in self._ids:
+                self._engine.abort_request(request_id)
+
+
+def _check_finished(request: Request) -> None:
+    if request.finish_reason == "error":
+        raise QtoolError(f"scoring failed: {request.stop_reason}")
+
+
+def _loglikelihood(request: Request) -> Loglikelihood:
+    _check_finished(request)
+    scores: list[TokenLogprobs] = request.prompt_scores
+    return Loglikelihood(tuple(s.logprob for s in scores), all(s.rank == 1 for s in scores))

@@ -1,0 +1,327 @@
+"""The engine with words: tokenizer, EngineCore and detokenizer. Synchronous: one call of `step` is one step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from transformers import AutoTokenizer
+
+from qtool.quant.checkpoint import read_config
+from qtool.quant.device import resolve_device
+from qtool.quant.errors import QtoolError
+from qtool.quant.hub import resolve_model
+from qtool.quant.progress import ProgressFn, silent
+from qtool.runtime.detokenizer import Detokenizer
+from qtool.runtime.engine.core import EngineCore, EngineStats
+from qtool.runtime.engine.kv_cache_manager import KVCacheManager
+from qtool.runtime.engine.params import CompletionOutput, RequestOutput, SamplingParams
+from qtool.runtime.engine.request import Request, Status
+from qtool.runtime.engine.scheduler import SchedulerConfig
+from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
+from qtool.runtime.loader import load_model
+from qtool.runtime.models import decoder_config
+from qtool.runtime.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_SHARE = 0.25  # of the memory that is available after loading
+CPU_CACHE_MOST = 4 << 30
+GPU_CACHE_SHARE = 0.8  # of the memory that is free after loading: the rest is for activations
+
+
+@dataclass
+class _Entry:
+    """A client's request: its outputs (n of them), each a request of the core with its own detokenizer."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    parts: list[Request]
+    texts: list[Detokenizer | None]
+    fed: list[int] = field(default_factory=list)  # output tokens given to each detokenizer
+
+
+class LLMEngine:
+    """A model that answers requests, many at a time.
+
+    Args:
+        model: folder, hub id or built-in name.
+        dtype: auto, float32, bfloat16 or float16; of activations and KV cache (see loader.resolve_dtype).
+        device: auto, cpu, cuda or cuda:N.
+        block_size: tokens per KV block, 8 to 64.
+        kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need, at most a
+            quarter of the available memory and 4 GiB on a CPU, 80 % of the free memory on a GPU.
+        max_num_seqs, max_num_batched_tokens: limits of a step, see SchedulerConfig.
+        max_model_len: longest prompt and output together. None: what the model was made for, less where the cache
+            holds less (said in the log).
+        static_batching: request-level batching, for comparison.
+        prefix_caching: share the KV blocks of equal prefixes.
+        seed: base of the random streams of requests without a seed of their own.
+
+    Raises:
+        QtoolError: the model cannot be loaded, an argument is out of range, or the memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        static_batching: bool = False,
+        prefix_caching: bool = True,
+        seed: int = 0,
+        progress: ProgressFn = silent,
+    ) -> None:
+        if not 8 <= block_size <= 64:
+            raise QtoolError(f"block_size must be between 8 and 64, got {block_size}")
+        if max_model_len is not None and max_model_len < 2:
+            raise QtoolError(f"max_model_len must be at least 2, got {max_model_len}")
+        SchedulerConfig(max_num_seqs, max_num_batched_tokens)  # refused before the model is loaded
+        where = resolve_device(device)
+        folder = resolve_model(model, progress=progress)
+        self.model_name = str(model)
+        self.config: dict[str, Any] = read_config(folder)
+        trained = decoder_config(self.config).max_position_embeddings
+        if max_model_len is not None and max_model_len > trained:
+            raise QtoolError(f"max_model_len {max_model_len} is more than the {trained} tokens that the model was made for")
+        self.tokenizer = load_tokenizer(folder)
+        decoder = load_model(folder, device=where, dtype=dtype, max_model_len=max_model_len, progress=progress)
+        wanted = max_model_len or trained
+        blocks = _num_blocks(decoder, block_size, kv_cache_memory, wanted, max_num_seqs)
+        if blocks * block_size < wanted:
+            if max_model_len is not None:
+                raise QtoolError(
+                    f"the KV cache holds {blocks * block_size} tokens, fewer than max_model_len {max_model_len}: set "
+                    f"max_model_len to {blocks * block_size} or less, or give it more memory "
+                    f"({-(-wanted // block_size) * kv_block_bytes(decoder, block_size)} bytes)"
+                )
+            log.info("max_model_len is %d instead of %d: the KV cache holds no more", blocks * block_size, wanted)
+            wanted = blocks * block_size
+        self.max_model_len = wanted
+        self.device = where
+        self.dtype = decoder.dtype
+        self._vocab_size = decoder.config.vocab_size
+        self._core = EngineCore(
+            SchedulerConfig(max_num_seqs, max_num_batched_tokens, wanted, static_batching),
+            KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
+            ModelRunner(decoder, num_blocks=blocks, block_size=block_size),
+        )
+        self._eos = eos_token_ids(folder, self.config)
+        self._entries: dict[str, _Entry] = {}
+        self._home: dict[Request, tuple[_Entry, int]] = {}
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+
+    def encode(self, prompt: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(prompt)
+        return ids
+
+    def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
+        """Queue a prompt (text, or token ids).
+
+        Raises:
+            QtoolError: an id in use; an empty prompt; one longer than the context; a token id outside the vocabulary.
+        """
+        score_from = None if params.prompt_logprobs is None else 1
+        self._add(request_id, prompt, params, score_from=score_from, score_kind="logprobs", generate=True)
+
+    def add_scoring_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        score_from: int = 1,
+        kind: Literal["logprobs", "logits"] = "logprobs",
+    ) -> Request:
+        """Queue a text that is scored, not continued: positions `score_from` and up; see Request.
+
+        Raises:
+            QtoolError: as add_request; `score_from` outside 1 .. len(token_ids).
+        """
+        if not 1 <= score_from <= len(token_ids):
+            raise QtoolError(f"score_from must be between 1 and the {len(token_ids)} tokens given, got {score_from}")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        return self._add(request_id, token_ids, params, score_from=score_from, score_kind=kind, generate=False)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        score_from: int | None,
+        score_kind: Literal["logprobs", "logits"],
+        generate: bool,
+    ) -> Request:
+        if request_id in self._entries:
+            raise QtoolError(f"request id {request_id!r} is in use")
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_tokens(ids)
+        for token in params.stop_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise QtoolError(f"stop_token_ids: {token} is outside the vocabulary of {self._vocab_size}")
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        entry = _Entry(request_id, tuple(ids), params, [], [], [0] * params.n)
+        for i in range(params.n):
+            request = Request(
+                request_id=f"{request_id}/{next(self._ids)}",
+                prompt_token_ids=ids,
+                params=params,
+                stop_token_ids=stops,
+                score_from=score_from if i == 0 and len(ids) > 1 else None,
+                score_kind=score_kind,
+                generate=generate,
+                sample_seed=seed + i * 0x9E3779B97F4A7C15,
+            )
+            self._core.add_request(request)  # refuses the first part or none: all have the same prompt
+            entry.parts.append(request)
+            entry.texts.append(Detokenizer(self.tokenizer, ids, params.stop) if generate else None)
+            self._home[request] = entry, i
+        self._entries[request_id] = entry
+        return entry.parts[0]
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise QtoolError("the prompt is empty: give it at least one token")
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise QtoolError(f"prompt token {i} is {token!r}, expected an integer")
+            if not 0 <= token < self._vocab_size:
+                raise QtoolError(f"prompt token {i} is {token}, outside the vocabulary of {self._vocab_size}")
+
+    def has_unfinished(self) -> bool:
+        return bool(self._entries)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request at once, wherever it stands; unknown ids are passed over (it may just have ended)."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            for part in entry.parts:
+                self._core.abort(part.request_id)
+                del self._home[part]
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; an output for every request that has something new."""
+        changed: dict[str, _Entry] = {}
+        for request in self._core.step():
+            entry, index = self._home[request]
+            changed[entry.request_id] = entry
+            self._detokenize(entry, index)
+        outputs = []
+        for entry in changed.values():
+            output = self._output(entry)
+            outputs.append(output)
+            if output.finished:
+                del self._entries[entry.request_id]
+                for part in entry.parts:
+                    del self._home[part]
+        return outputs
+
+    def _detokenize(self, entry: _Entry, index: int) -> None:
+        """Bring an output's text up to its tokens; a stop string ends the request here."""
+        request, text = entry.parts[index], entry.texts[index]
+        if text is None:
+            return
+        count = request.num_output_tokens
+        for position in range(entry.fed[index], count):
+            token = request.token_ids[request.num_prompt_tokens + position]
+            if request.stop_reason == token and position == count - 1:
+                break  # the end-of-sequence token is no text
+            check = position + 1 > request.params.min_tokens
+            if text.append(token, check_stop=check):
+                if request.status is Status.FINISHED:
+                    request.finish_reason, request.stop_reason = "stop", text.stop_reason
+                else:
+                    self._core.finish(request.request_id, "stop", text.stop_reason)
+        entry.fed[index] = count
+        if request.status is Status.FINISHED:
+            text.finish()
+
+    def _output(self, entry: _Entry) -> RequestOutput:
+        first = entry.parts[0]
+        scores = None
+        if entry.params.prompt_logprobs is not None and first.score_kind == "logprobs":
+            scores = (None, *first.prompt_scores)
+        return RequestOutput(
+            request_id=entry.request_id,
+            prompt_token_ids=entry.prompt,
+            outputs=tuple(
+                CompletionOutput(
+                    index=i,
+                    text=text.text if text is not None else "",
+                    token_ids=tuple(part.output_token_ids),
+                    logprobs=None if entry.params.logprobs is None else tuple(part.logprobs),
+                    finish_reason=part.finish_reason,
+                    stop_reason=part.stop_reason,
+                )
+                for i, (part, text) in enumerate(zip(entry.parts, entry.texts))
+            ),
+            finished=all(p.status is Status.FINISHED for p in entry.parts),
+            metrics=first.metrics(),
+            prompt_logprobs=scores,
+        )
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError where a KV block leaked or is counted wrongly."""
+        self._core.check_integrity()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder. Raises QtoolError where there is none or it is damaged."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise QtoolError(f"{folder}: no tokenizer (tokenizer.json) in the model folder")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise QtoolError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {error})") from None
+
+
+def eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    """End-of-sequence ids of generation_config.json, else of config.json."""
+    found = config.get("eos_token_id")
+    path = folder / "generation_config.json"
+    if path.is_file():
+        generation = json.loads(path.read_text(encoding="utf-8"))
+        found = generation.get("eos_token_id", found)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _num_blocks(decoder: Decoder, block_size: int, memory: int | None, max_model_len: int, max_num_seqs: int) -> int:
+    """Blocks of the KV cache. Raises QtoolError where the memory holds not even one, or is not there."""
+    each = kv_block_bytes(decoder, block_size)
+    device = decoder.embed.device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        budget = int(free * GPU_CACHE_SHARE)
+    else:
+        free = psutil.virtual_memory().available
+        budget = min(int(free * CPU_CACHE_SHARE), CPU_CACHE_MOST)
+    if memory is not None:
+        if memory > free:
+            raise QtoolError(f"kv_cache_memory {memory} is more than the {free} bytes that are free: use {free // 2} or less")
+        budget = memory
+    if budget < each:
+        raise QtoolError(f"{budget} bytes for the KV cache, but one block of {block_size} tokens takes {each} bytes")
+    needed = max_num_seqs * -(-max_model_len // block_size)
+    return min(budget // each, needed)

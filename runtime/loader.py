@@ -1,0 +1,169 @@
+"""A checkpoint becomes a model on a device: one tensor at a time, packed weights staying packed, nothing left over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.errors import QtoolError
+from qtool.quant.formats import QuantReader, open_reader
+from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.models import decoder_config
+from qtool.runtime.models.decoder import Decoder, DecoderConfig, DecoderLayer
+from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
+from qtool.runtime.models.rope import rotation_table
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str, stored: str | None, device: torch.device, *, quantized: bool) -> torch.dtype:
+    """The activations' dtype.
+
+    auto: the checkpoint's own on a GPU. On a CPU float32 where the checkpoint is float32 and not quantized; else
+    bfloat16, unless a probe finds it slower than float32 at batch 16 (CPUs without bfloat16 instructions). The packed
+    products want bfloat16, so quantized checkpoints always take it.
+
+    Raises:
+        QtoolError: an unknown dtype.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise QtoolError(f"dtype {dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    own = DTYPES.get(stored or "float32", torch.float32)
+    if device.type != "cpu":
+        return torch.bfloat16 if quantized and own == torch.float32 else own
+    if quantized:
+        return torch.bfloat16
+    if own == torch.float32:
+        return own
+    return torch.bfloat16 if _bfloat16_is_fast() else torch.float32
+
+
+def _bfloat16_is_fast() -> bool:
+    """Compare both dtypes on a product of a middling layer at batch 16; takes some milliseconds."""
+
+    def best(dtype: torch.dtype) -> float:
+        x, w = torch.ones(16, 1024, dtype=dtype), torch.ones(2048, 1024, dtype=dtype)
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            F.linear(x, w)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return best(torch.bfloat16) <= best(torch.float32)
+
+
+class _Source:
+    """The checkpoint's tensors, with a record of which were taken."""
+
+    def __init__(self, checkpoint: Checkpoint, reader: QuantReader | None, device: torch.device, dtype: torch.dtype):
+        self.checkpoint = checkpoint
+        self.reader = reader
+        self.device = device
+        self.dtype = dtype
+        self.left = set(checkpoint.names())
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of its own on the device, in the model's dtype. Raises QtoolError where missing or misshapen."""
+        return self._raw(name, shape).to(self.device, self.dtype, copy=True)
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.checkpoint:
+            raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} is missing from the checkpoint")
+        if (have := self.checkpoint.shape(name)) != shape:
+            raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} has shape {list(have)}, expected {list(shape)}")
+        self.left.discard(name)
+        return self.checkpoint.tensor(name)
+
+    def linear(self, names: Sequence[str], rows: Sequence[int], cols: int, *, bias: bool) -> LinearFn:
+        """The projections `names` [rows[i], cols], which read the same input, as one linear."""
+        weights: list[Tensor | QuantizedWeight] = []
+        biases: list[Tensor | None] = []
+        for name, out in zip(names, rows):
+            if self.reader is not None and self.reader.scheme(name) is not None:
+                weight = self.reader.read(name)
+                if weight.shape != (out, cols):
+                    raise QtoolError(f"layer {name}: its weight is {list(weight.shape)}, expected {[out, cols]}")
+                weights.append(weight)
+                self.left = {n for n in self.left if not n.startswith(f"{name}.") or n == f"{name}.bias"}
+            else:
+                weights.append(self._raw(f"{name}.weight", (out, cols)))
+            has_bias = bias or f"{name}.bias" in self.checkpoint
+            biases.append(self.take(f"{name}.bias", (out,)) if has_bias else None)
+        linear = make_linear(weights, biases, self.dtype, self.device)
+        # A lone 16-bit weight may still be the mapped file itself: the model must not depend on the file staying.
+        if len(weights) == 1 and isinstance(linear, DenseLinear) and linear.weight is weights[0]:
+            return DenseLinear(linear.weight.clone(), linear.bias)
+        return linear
+
+
+def _layer(source: _Source, name: str, index: int, config: DecoderConfig) -> DecoderLayer:
+    """Block `name`, read in the order in which a checkpoint lists it."""
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    qkv = [f"{attention}.{part}_proj" for part in "qkv"]
+    return DecoderLayer(
+        input_norm=source.take(f"{name}.input_layernorm.weight", (hidden,)),
+        qkv=source.linear(qkv, [queries, keys, keys], hidden, bias=config.qkv_bias),
+        q_norm=source.take(f"{attention}.q_norm.weight", (dim,)) if config.qk_norm else None,
+        k_norm=source.take(f"{attention}.k_norm.weight", (dim,)) if config.qk_norm else None,
+        o=source.linear([f"{attention}.o_proj"], [hidden], queries, bias=config.o_bias),
+        post_norm=source.take(f"{name}.post_attention_layernorm.weight", (hidden,)),
+        gate_up=source.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, bias=config.mlp_bias),
+        down=source.linear([f"{mlp}.down_proj"], [hidden], inner, bias=config.mlp_bias),
+        window=config.windows[index],
+    )
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    device: torch.device,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    progress: ProgressFn = silent,
+) -> Decoder:
+    """Load a checkpoint folder: 16-bit, compressed-tensors, GPTQ or AutoAWQ.
+
+    Peak memory is the model as it will stay, plus one group of projections on the CPU.
+
+    Raises:
+        QtoolError: unsupported architecture or quantization; a tensor missing, misshapen, or not used (all by name).
+    """
+    with Checkpoint(folder) as checkpoint:
+        raw = checkpoint.config
+        config = decoder_config(raw)
+        reader = open_reader(checkpoint)
+        stored = raw.get("dtype") or raw.get("torch_dtype")
+        kind = resolve_dtype(dtype, stored, device, quantized=reader is not None)
+        source = _Source(checkpoint, reader, device, kind)
+        hidden = config.hidden_size
+        embed = source.take("model.embed_tokens.weight", (config.vocab_size, hidden))
+        layers = []
+        for i in range(config.num_layers):
+            layers.append(_layer(source, f"model.layers.{i}", i, config))
+            progress("loading", i + 1, config.num_layers)
+        norm = source.take("model.norm.weight", (hidden,))
+        if config.tied_head:
+            head: LinearFn = DenseLinear(embed, None)
+            source.left.discard("lm_head.weight")
+        else:
+            head = source.linear(["lm_head"], [config.vocab_size], hidden, bias=False)
+        if left := sorted(n for n in source.left if not n.endswith("rotary_emb.inv_freq")):
+            raise QtoolError(
+                f"{checkpoint.folder}: {len(left)} tensors of the checkpoint belong to no layer of a "
+                f"{raw.get('model_type')} model: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}"
+            )
+        length = max_model_len or config.max_position_embeddings
+        cos, sin = rotation_table(raw, config.head_dim, length, kind, device)
+        return Decoder(config, embed, tuple(layers), norm, head, cos[:, None], sin[:, None])

@@ -1,0 +1,16 @@
+"""Mistral: Llama with a sliding window in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from qtool.runtime.models.decoder import DecoderConfig
+from qtool.runtime.models.llama import llama_config
+
+
+def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
+    base = llama_config(config)
+    window = config.get("sliding_window", 4096)
+    return replace(base, windows=(window,) * base.num_layers, qkv_bias=False, o_bias=False, mlp_bias=False)

@@ -1,0 +1,138 @@
+"""Which kernel, cut how, multiplies how many tokens: what was measured on this machine, else the table that ships for
+the device, else a rule."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.kernels.cuda.nvrtc import cache_folder
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.wide import WideConfig
+from qtool.runtime.kernels.interface import LinearSpec
+
+BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+"""Numbers of tokens for which a choice is made; others take the next larger one, more than all dequantize."""
+
+Choice = SkinnyConfig | WideConfig | None
+"""None: dequantize a slab at a time and multiply in 16 bits."""
+
+
+def bucket_of(tokens: int) -> int | None:
+    """The bucket that serves `tokens`; None beyond the largest."""
+    return next((b for b in BUCKETS if tokens <= b), None)
+
+
+def key(spec: LinearSpec, bucket: int) -> str:
+    """Under which a choice is stored: scheme, shape, tokens."""
+    return f"{spec.scheme.name} {spec.rows}x{spec.cols} {bucket}"
+
+
+def encode(choice: Choice) -> list[str | int]:
+    """A choice as a JSON list."""
+    if choice is None:
+        return ["dequantize"]
+    return ["skinny" if isinstance(choice, SkinnyConfig) else "wide", *(int(v) for v in astuple(choice))]
+
+
+def decode(entry: list[str | int]) -> Choice:
+    """The inverse of encode. Raises QtoolError for an entry that is no choice."""
+    kind, *values = entry
+    numbers = [int(v) for v in values]
+    if kind == "dequantize" and not numbers:
+        return None
+    if kind == "skinny" and len(numbers) == 6:
+        tiles, warps, split, prefetch, prefetch_x, min_blocks = numbers
+        return SkinnyConfig(tiles, warps, split, prefetch, bool(prefetch_x), min_blocks)
+    if kind == "wide" and len(numbers) == 6:
+        return WideConfig(*numbers)
+    raise QtoolError(f"the kernel table has an entry that is no choice: {entry}")
+
+
+def _slug(device_name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def tuned_path(device_name: str) -> Path:
+    """Where this machine's own measurements are kept."""
+    return cache_folder().parent / "tuned" / f"{_slug(device_name)}.json"
+
+
+def save_tuned(device_name: str, choices: Mapping[str, Choice]) -> Path:
+    """Add `choices` (under their keys) to this machine's measurements; later look-ups of any process use them."""
+    path = tuned_path(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = _read(path) | {k: encode(c) for k, c in choices.items()}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
+    with os.fdopen(handle, "w") as file:
+        json.dump(merged, file, indent=1, sort_keys=True)
+    os.replace(temporary, path)
+    _table.cache_clear()
+    _choose.cache_clear()
+    return path
+
+
+def _read(path: Path) -> dict[str, list[str | int]]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise QtoolError(f"{path}: the kernel table cannot be read ({error}); delete it and tune again") from None
+
+
+@functools.cache
+def _table(device_name: str) -> dict[str, list[str | int]]:
+    shipped = Path(__file__).resolve().parent / "tables" / f"{_slug(device_name)}.json"
+    return _read(shipped) | _read(tuned_path(device_name))
+
+
+def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: int) -> Choice:
+    """A choice without measurements: enough warps in flight on every SM to cover the latency of memory.
+
+    Args:
+        spec: the linear.
+        bucket: of BUCKETS.
+        capability: of the device; Hopper (9, 0) has warpgroup tensor cores.
+        num_sms: streaming multiprocessors of the device.
+    """
+    hopper = capability == (9, 0)
+    if bucket > 64 or (bucket > 16 and not spec.scheme.act_bits):
+        if not hopper or spec.scheme.act_bits:
+            return SkinnyConfig(2, 8, prefetch=1) if bucket <= 64 else None
+        tokens = min(bucket, 64)
+        blocks = -(-spec.rows // 128)
+        split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
+        return WideConfig(tokens, warpgroups=2, split=split, prefetch=2, min_blocks=2)
+    tiles = -(-spec.rows // 16)
+    columns = 2 if tiles >= 3 * num_sms else 1
+    warps = 8 if tiles // columns >= 2 * num_sms else 16
+    if bucket > 16:
+        columns, warps = 2, 8
+    return SkinnyConfig(columns, warps, prefetch=2 if spec.scheme.bits == 4 and bucket <= 16 else 1)
+
+
+def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
+    """The kernel for `tokens` activations on `device`."""
+    bucket = bucket_of(tokens)
+    if bucket is None:
+        return None
+    return _choose(spec, bucket, torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _choose(spec: LinearSpec, bucket: int, device_index: int) -> Choice:
+    properties = torch.cuda.get_device_properties(device_index)
+    entry = _table(properties.name).get(key(spec, bucket))
+    if entry is not None:
+        return decode(entry)
+    return rule(spec, bucket, (properties.major, properties.minor), properties.multi_processor_count)

@@ -1,0 +1,167 @@
+// Shared by every kernel of this folder; prepended to its source, so nothing is included and NVRTC needs no headers.
+// Macros: BF16 = 1 where activations and outputs are bfloat16, 0 for float16.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+// ---- programmatic dependent launch and thread-block clusters (Hopper and later) ----------------------------------
+
+// Lets the next kernel of the stream start; what it may touch before our stores are visible is its own affair.
+DEVICE void pdl_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until every kernel before this one has finished and its stores are visible.
+DEVICE void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The float at shared address `address` of block `rank` of this cluster.
+DEVICE float cluster_load(u32 address, int rank) {
+  u32 remote;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote));
+  return value;
+}
+#endif
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+// Weights are read once: keep them out of L1.
+DEVICE uint4 load_weights(const uint4* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+
+// Activations may come from the kernel before us, so they never take the read-only path.
+DEVICE uint4 load_activations(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+
+DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// ---- 16-bit floats in 32-bit words -------------------------------------------------------------------------------
+
+DEVICE float half_to_float(u32 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h)); return f; }
+DEVICE float bf16_to_float(u32 h) { return __int_as_float((int)(h << 16)); }
+
+#if BF16
+DEVICE float act_to_float(u32 h) { return bf16_to_float(h); }
+DEVICE u16 float_to_act(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+DEVICE u32 floats_to_acts(float low, float high) {
+  u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
+}
+DEVICE u32 mul2(u32 a, u32 b) {
+  u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u)); return r;
+}
+#else
+DEVICE float act_to_float(u32 h) { return half_to_float(h & 0xffff); }
+DEVICE u16 float_to_act(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+DEVICE u32 floats_to_acts(float low, float high) {
+  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
+}
+DEVICE u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+#endif
+DEVICE u32 half_sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 half_fma2(u32 a, u32 b, u32 c) {
+  u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
+}
+DEVICE u32 bf16_fma2(u32 a, u32 b, u32 c) {
+  u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
+}
+// (a & mask) | bits in one instruction.
+DEVICE u32 mask_or(u32 a, u32 mask, u32 bits) {
+  u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits)); return r;
+}
+
+// ---- codes to activations' 16-bit format, exactly ----------------------------------------------------------------
+// A code is set into the low mantissa bits of a power of two, and that power plus the zero point subtracted
+// (the fast conversion of Kim et al. 2022, arXiv 2211.10017).
+
+// The zero point of one row in the form that `codes_to_acts` subtracts.
+struct ZeroPoint { u32 low, high; };
+
+DEVICE ZeroPoint zero_point(u32 z) {
+  ZeroPoint r;
+  r.high = 0;
+#if BF16 && WEIGHT_BITS == 8
+  r.low = 0x4b000000u | z;                        // 2^23 + z, a float
+#elif BF16
+  r.low = 0xc300c300u | z | (z << 16);            // -(128 + z)
+#else
+  r.low = 0x64006400u | z | (z << 16);            // 1024 + z
+#if WEIGHT_BITS == 4
+  r.high = half_sub2(0x63806380u, r.low);         // -(64 + z)
+#endif
+#endif
+  return r;
+}
+
+#if WEIGHT_BITS == 4
+// One word of a lane: the A fragment of m16n8k16, rows g (a0, a2) and g + 8 (a1, a3).
+DEVICE void codes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4]) {
+#if !BF16
+  const u32 q8 = q >> 8;
+  a[0] = half_sub2(mask_or(q, 0x000f000fu, 0x64006400u), z0.low);
+  a[2] = half_fma2(mask_or(q, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z0.high);   // (1024 + 16 q) / 16 - 64 - z
+  a[1] = half_sub2(mask_or(q8, 0x000f000fu, 0x64006400u), z1.low);
+  a[3] = half_fma2(mask_or(q8, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);
+#else
+  a[0] = bf16_fma2(mask_or(q, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
+  a[2] = bf16_fma2(mask_or(q >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
+  a[1] = bf16_fma2(mask_or(q >> 8, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+  a[3] = bf16_fma2(mask_or(q >> 12, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+#endif
+}
+#else
+// Four codes of one row (bytes of `q`): two words of two.
+DEVICE void bytes_to_acts(u32 q, ZeroPoint z, u32& low, u32& high) {
+#if !BF16
+  low = half_sub2(__byte_perm(q, 0x64646464u, 0x4140), z.low);
+  high = half_sub2(__byte_perm(q, 0x64646464u, 0x4342), z.low);
+#else
+  const float zero = __int_as_float((int)z.low);
+  const float b0 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7650)) - zero;
+  const float b1 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7651)) - zero;
+  const float b2 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7652)) - zero;
+  const float b3 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7653)) - zero;
+  low = floats_to_acts(b0, b1);
+  high = floats_to_acts(b2, b3);
+#endif
+}
+#endif
+
+// ---- tensor cores ------------------------------------------------------------------------------------------------
+
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BF16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,0 +1,126 @@
+"""The CUDA kernels as LinearKernel: what they support, packing at load, the product for any number of tokens."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from qtool.quant.errors import QtoolError
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import dequantize, skinny, wide
+from qtool.runtime.kernels.cuda.choice import Choice, choose
+from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
+
+NAME = "cuda-int"
+_OLDEST = (8, 0)  # Ampere: bfloat16 and int8 tensor cores
+_MAX_COLS = 1 << 17  # an int32 sum of products of bytes stays exact
+
+
+def supports(spec: LinearSpec, device: torch.device) -> str | None:
+    """None where the kernels multiply by such a weight on `device`, else the reason they cannot. Never raises."""
+    if device.type != "cuda":
+        return "not a CUDA device"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"activations in {str(spec.dtype).removeprefix('torch.')}; the kernels know float16 and bfloat16"
+    if kernel_group(spec.scheme) is None:
+        return f"group size {spec.scheme.group_size}; the kernels know multiples of 32, and one scale per channel"
+    if spec.cols > _MAX_COLS:
+        return f"more than {_MAX_COLS} input columns"
+    try:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _probe(index, spec.scheme.bits, spec.scheme.act_bits, spec.dtype)
+    except Exception as error:
+        return f"the device cannot be used: {error}"
+
+
+@functools.cache
+def _probe(device_index: int, bits: int, act_bits: int | None, dtype: torch.dtype) -> str | None:
+    """Run one small product of this kind on the device and compare; the reason it cannot be trusted, or None."""
+    if torch.cuda.get_device_capability(device_index) < _OLDEST:
+        return "compute capability below 8.0"
+    device = torch.device("cuda", device_index)
+    scheme = QuantScheme(bits, 64, act_bits=act_bits)
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = 16, 128
+    weight = QuantizedWeight(
+        codes=torch.randint(0, 1 << bits, (rows, cols), generator=generator, dtype=torch.uint8),
+        scale=(torch.rand(rows, cols // 64, generator=generator) + 0.5).to(torch.float16) / (1 << bits),
+        zero=None,
+        scheme=scheme,
+    )
+    x = torch.randn(2, cols, generator=generator).to(dtype)
+    spec = LinearSpec(rows, cols, scheme, dtype=dtype)
+    try:
+        y = apply(x.to(device), pack(weight, spec, device), spec).cpu().double()
+    except QtoolError as error:
+        return str(error)
+    want = x.double() @ weight.dequantize(torch.float64).T
+    error_size = float((y - want).norm() / want.norm())
+    # 8-bit activations and bfloat16 outputs cost up to 1e-2; a wrong instruction costs everything.
+    return None if error_size < 0.03 else f"a trial product was wrong (relative error {error_size:.3g})"
+
+
+def pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Packed:
+    """`weight` in kernel order on `device`: (codes, scales, zeros, columns) of layout.PackedWeight.
+
+    Raises:
+        QtoolError: the weight does not agree with `spec`.
+    """
+    if weight.shape != (spec.rows, spec.cols) or weight.scheme != spec.scheme:
+        raise QtoolError(
+            f"a weight of {weight.shape} in {weight.scheme.name} was given to a kernel made for "
+            f"({spec.rows}, {spec.cols}) in {spec.scheme.name}"
+        )
+    packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
+    return packed.codes, packed.scales, packed.zeros, packed.columns
+
+
+def apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    """x [M, cols] @ weight.T → [M, rows], both in spec.dtype; any M. Can be captured into a CUDA graph.
+
+    Raises:
+        QtoolError: x has another shape, type or device than the weight was packed for.
+    """
+    if x.ndim != 2 or x.shape[1] != spec.cols or x.dtype != spec.dtype or x.device != packed[0].device:
+        raise QtoolError(
+            f"activations {tuple(x.shape)} {x.dtype} on {x.device}, expected (M, {spec.cols}) {spec.dtype} "
+            f"on {packed[0].device}"
+        )
+    return apply_choice(x, PackedWeight(*packed), spec, choose(spec, x.shape[0], x.device))
+
+
+def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choice) -> Tensor:
+    """The product through one given kernel; the tuner and the tests call it."""
+    out = torch.empty(x.shape[0], spec.rows, dtype=spec.dtype, device=x.device)
+    if not len(x):
+        return out
+    with torch.cuda.device(x.device):
+        x = arrange_activations(x, packed)
+        if isinstance(choice, SkinnyConfig):
+            if spec.scheme.act_bits:
+                codes, scales = skinny.quantize_activations(x)
+                skinny.multiply(codes, scales, packed, spec, choice, out)
+            else:
+                skinny.multiply(x, None, packed, spec, choice, out)
+        elif choice is not None:
+            wide.multiply(x, packed, spec, choice, out)
+        else:
+            dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
+    return out
+
+
+def _as_int8(x: Tensor) -> Tensor:
+    """x rounded per token to the 255 values that int8 activations can take (scale max |x| / 127), in x's type."""
+    scale = x.float().abs().amax(dim=1, keepdim=True) / 127
+    levels = (x.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
+    return (levels * scale).to(x.dtype)
+
+
+def cuda_kernel() -> LinearKernel:
+    """Int4 and int8 weights with 16-bit or int8 activations, Ampere and later."""
+    return LinearKernel(NAME, supports, pack, apply)

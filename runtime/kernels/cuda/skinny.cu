@@ -1,0 +1,266 @@
+// y [M, N] = x [M, K] @ weight.T for few tokens (M <= 8 MT), bound by reading the weights once.
+//
+// The weights are the A operand (16 rows) of mma.sync, so M = 1..8 cost the same. They lie in fragment order
+// (layout.py): one 16-byte load a lane goes straight into registers. A block owns 16 NT rows and splits K over its KW
+// warps, a cluster splits it again over SK blocks; partial sums meet in (distributed) shared memory, without atomics,
+// so results do not depend on timing. Weights are requested before the previous kernel is waited for.
+//
+// Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16 | 8; BF16; SCALE_BF16 (group scales); GROUP 0 (per channel) | 32 | 64 | 128;
+//   ASYM; CH: chunks of 64 columns a step (GROUP 128 needs 2); MT, NT, KW, SK as above; PF: steps in flight;
+//   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold.
+
+#define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows x 64 columns
+#define SCALES (GROUP ? (64 * CH + GROUP - 1) / (GROUP ? GROUP : 1) : 0)   // scale groups of a step
+#define XBYTES (ACT_BITS / 8)
+#define XLOADS (ACT_BITS / 8)                            // 16-byte loads of a lane for 8 tokens x 64 columns
+#define XSLOTS (XPF ? PF : 1)
+#define STRIDE (KW * SK)
+
+#if ACT_BITS == 8
+typedef int Partial;                                     // exact within a scale group
+#else
+typedef float Partial;
+#endif
+#if GROUP
+typedef float Sum;
+#else
+typedef Partial Sum;
+#endif
+
+#define UNROLL _Pragma("unroll")
+
+struct Slot {                                            // one step's weights of one warp, on their way
+  uint4 codes[NT][CH * LOADS];
+#if GROUP
+  u32 scales[NT][SCALES];
+#if ASYM
+  u32 zeros[NT][SCALES];
+#endif
+#endif
+};
+
+DEVICE float scale_of(u32 pair, int row) {
+#if SCALE_BF16
+  return row ? __int_as_float((int)(pair & 0xffff0000u)) : bf16_to_float(pair);
+#else
+  return half_to_float(row ? pair >> 16 : pair & 0xffff);
+#endif
+}
+
+// W: codes in fragment order. S: group scales [tile, group, 8, 2] 16-bit, or float [N] per channel. Z: zero points
+// [tile, group, 8, 2] u8 (ASYM). X: [M, K] activations, or int8 in the order of quantize.cu with float scales XS [M].
+// steps: K / (64 CH).
+extern "C" __global__ void __launch_bounds__(KW * 32, MINB)
+skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
+       u16* Y, int M, int N, int steps) {
+  pdl_launch_dependents();
+#ifdef STEPS
+  steps = STEPS;
+#endif
+  extern __shared__ __align__(16) float partial[];       // [KW (+ 1)][M][16 NT]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int rank = SK > 1 ? blockIdx.y : 0;
+  const int tiles = (N + 15) >> 4;
+  const int first = rank * KW + warp;
+
+  // Tiles past the last one repeat it; their results are not stored.
+  const uint4* codes[NT];
+#if GROUP || ASYM
+  u32 groups_before[NT];                                 // scale groups before this tile's first
+#endif
+  UNROLL for (int n = 0; n < NT; n++) {
+    const int tile = min((int)blockIdx.x * NT + n, tiles - 1);
+    codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + lane;
+#if GROUP || ASYM
+    groups_before[n] = GROUP ? (u32)tile * steps * SCALES : tile;
+#endif
+  }
+
+  Slot slots[PF];
+  uint4 x[XSLOTS][CH][MT][XLOADS];
+  const u8* xrow[MT];
+  UNROLL for (int m = 0; m < MT; m++)
+    xrow[m] = X + (u64)min(m * 8 + g, M - 1) * steps * (64 * CH * XBYTES) + t * 16;
+
+  auto load_step = [&](Slot& slot, int step) {
+    UNROLL for (int n = 0; n < NT; n++) {
+      UNROLL for (int i = 0; i < CH * LOADS; i++)
+        slot.codes[n][i] = load_weights(codes[n] + (u32)step * (CH * LOADS * 32) + i * 32);
+#if GROUP
+      UNROLL for (int i = 0; i < SCALES; i++) {
+        const u32 at = (groups_before[n] + (u32)step * SCALES + i) * 8 + g;
+        slot.scales[n][i] = __ldg((const u32*)S + at);
+#if ASYM
+        slot.zeros[n][i] = __ldg(Z + at);
+#endif
+      }
+#endif
+    }
+  };
+  auto load_x = [&](uint4 (&to)[CH][MT][XLOADS], int step) {
+    UNROLL for (int c = 0; c < CH; c++)
+      UNROLL for (int m = 0; m < MT; m++)
+        UNROLL for (int i = 0; i < XLOADS; i++)
+          to[c][m][i] = load_activations(xrow[m] + (step * CH + c) * (64 * XBYTES) + i * 64);
+  };
+
+  UNROLL for (int p = 0; p < PF; p++)
+    if (first + p * STRIDE < steps) load_step(slots[p], first + p * STRIDE);
+#if ASYM && !GROUP
+  u32 channel_zeros[NT];
+  UNROLL for (int n = 0; n < NT; n++) channel_zeros[n] = __ldg(Z + groups_before[n] * 8 + g);
+#endif
+  pdl_wait();
+#if XPF
+  UNROLL for (int p = 0; p < PF; p++)
+    if (first + p * STRIDE < steps) load_x(x[p], first + p * STRIDE);
+#endif
+
+  Sum sum[NT][MT][4];
+  UNROLL for (int n = 0; n < NT; n++)
+    UNROLL for (int m = 0; m < MT; m++)
+      UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] = 0;
+#if ASYM && ACT_BITS == 8
+  int xsum[MT][4];                                       // 16 (4-bit) or 1 (8-bit) x sum of this group's activations
+  UNROLL for (int m = 0; m < MT; m++)
+    UNROLL for (int k = 0; k < 4; k++) xsum[m][k] = 0;
+#endif
+
+  for (int base = first; base < steps; base += PF * STRIDE) {
+    UNROLL for (int p = 0; p < PF; p++) {
+      const int step = base + p * STRIDE;
+      if (step >= steps) break;
+      const int xs = XPF ? p : 0;
+#if !XPF
+      load_x(x[0], step);
+#endif
+      Slot& slot = slots[p];
+#if GROUP
+      Partial part[NT][MT][4];
+#else
+      Sum (&part)[NT][MT][4] = sum;
+#endif
+      UNROLL for (int half = 0; half < 2 * CH; half++) { // 32 columns
+        const int c = half >> 1, h = half & 1;
+#if GROUP
+        const int group = half * 32 / GROUP;
+        if (half * 32 % GROUP == 0) {
+          UNROLL for (int n = 0; n < NT; n++)
+            UNROLL for (int m = 0; m < MT; m++)
+              UNROLL for (int k = 0; k < 4; k++) part[n][m][k] = 0;
+#if ASYM && ACT_BITS == 8
+          UNROLL for (int m = 0; m < MT; m++)
+            UNROLL for (int k = 0; k < 4; k++) xsum[m][k] = 0;
+#endif
+        }
+#endif
+#if ASYM && ACT_BITS == 8
+        const u32 one = WEIGHT_BITS == 4 ? 0x10101010u : 0x01010101u;
+        const u32 ones[4] = {one, one, one, one};
+        UNROLL for (int m = 0; m < MT; m++) mma(xsum[m], ones, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
+#endif
+        UNROLL for (int n = 0; n < NT; n++) {
+#if ACT_BITS == 16
+#if !ASYM
+          const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
+#elif GROUP
+          const ZeroPoint z0 = zero_point(slot.zeros[n][group] & 255), z1 = zero_point(slot.zeros[n][group] >> 8);
+#else
+          const ZeroPoint z0 = zero_point(channel_zeros[n] & 255), z1 = zero_point(channel_zeros[n] >> 8);
+#endif
+          UNROLL for (int j = 0; j < 2; j++) {           // 16 columns
+            u32 a[4];
+#if WEIGHT_BITS == 4
+            codes_to_acts(word(slot.codes[n][c], 2 * h + j), z0, z1, a);
+#else
+            bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, a[0], a[2]);
+            bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z1, a[1], a[3]);
+#endif
+            UNROLL for (int m = 0; m < MT; m++)
+              mma(part[n][m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
+          }
+#else
+#if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value
+          const u32 q0 = word(slot.codes[n][c], 2 * h), q1 = word(slot.codes[n][c], 2 * h + 1);
+          const u32 a[4] = {(q0 << 4) & 0xf0f0f0f0u, q0 & 0xf0f0f0f0u, (q1 << 4) & 0xf0f0f0f0u, q1 & 0xf0f0f0f0u};
+#else
+          const uint4 q = slot.codes[n][2 * c + h];
+          const u32 a[4] = {q.x, q.y, q.z, q.w};
+#endif
+          UNROLL for (int m = 0; m < MT; m++)
+            mma(part[n][m], a, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
+#endif
+#if GROUP
+          if ((half + 1) * 32 % GROUP == 0) {
+            const float s0 = scale_of(slot.scales[n][group], 0), s1 = scale_of(slot.scales[n][group], 1);
+#if ASYM && ACT_BITS == 8
+            const int mid = 1 << (WEIGHT_BITS - 1);
+            const int zero0 = (int)(slot.zeros[n][group] & 255) - mid, zero1 = (int)(slot.zeros[n][group] >> 8) - mid;
+            UNROLL for (int m = 0; m < MT; m++)
+              UNROLL for (int k = 0; k < 4; k++) part[n][m][k] -= (k < 2 ? zero0 : zero1) * xsum[m][k];
+#endif
+            UNROLL for (int m = 0; m < MT; m++)
+              UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] += (k < 2 ? s0 : s1) * (float)part[n][m][k];
+          }
+#endif
+        }
+      }
+      if (step + PF * STRIDE < steps) {
+        load_step(slot, step + PF * STRIDE);
+#if XPF
+        load_x(x[p], step + PF * STRIDE);
+#endif
+      }
+    }
+  }
+#if ASYM && ACT_BITS == 8 && !GROUP
+  UNROLL for (int n = 0; n < NT; n++) {
+    const int mid = 1 << (WEIGHT_BITS - 1);
+    const int zero0 = (int)(channel_zeros[n] & 255) - mid, zero1 = (int)(channel_zeros[n] >> 8) - mid;
+    UNROLL for (int m = 0; m < MT; m++)
+      UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] -= (k < 2 ? zero0 : zero1) * xsum[m][k];
+  }
+#endif
+
+  const int ROWS = NT * 16, outputs = M * ROWS;
+  UNROLL for (int n = 0; n < NT; n++)
+    UNROLL for (int m = 0; m < MT; m++)
+      UNROLL for (int k = 0; k < 4; k++) {
+        const int token = m * 8 + t * 2 + (k & 1), row = n * 16 + g + (k >> 1) * 8;
+        if (token < M) partial[warp * outputs + token * ROWS + row] = (float)sum[n][m][k];
+      }
+  __syncthreads();
+
+  auto store = [&](int i, float v) {
+    const int token = i / ROWS, n = blockIdx.x * ROWS + i % ROWS;
+    if (n >= N) return;
+#if ACT_BITS == 8
+    v *= XS[token] * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
+#endif
+#if !GROUP
+    v *= __ldg((const float*)S + n);
+#endif
+    Y[(u64)token * N + n] = float_to_act(v);
+  };
+#if SK == 1
+  for (int i = threadIdx.x; i < outputs; i += KW * 32) {
+    float v = 0.f;
+    UNROLL for (int j = 0; j < KW; j++) v += partial[j * outputs + i];
+    store(i, v);
+  }
+#else
+  float* mine = partial + KW * outputs;
+  for (int i = threadIdx.x; i < outputs; i += KW * 32) {
+    float v = 0.f;
+    UNROLL for (int j = 0; j < KW; j++) v += partial[j * outputs + i];
+    mine[i] = v;
+  }
+  cluster_sync();
+  for (int i = rank * (KW * 32) + threadIdx.x; i < outputs; i += SK * KW * 32) {
+    float v = 0.f;
+    UNROLL for (int j = 0; j < SK; j++) v += cluster_load((u32)__cvta_generic_to_shared(mine + i), j);
+    store(i, v);
+  }
+  cluster_sync();                                        // nobody leaves while its sums are being read
+#endif
+}

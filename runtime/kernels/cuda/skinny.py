@@ -1,0 +1,131 @@
+"""Launch of skinny.cu: the product for few tokens, bound by reading the weights once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
+from qtool.runtime.kernels.cuda.layout import PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.nvrtc import Macros
+from qtool.runtime.kernels.interface import LinearSpec
+
+MAX_TOKENS = 64
+QUANTIZE_THREADS = 512
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """How the work is cut.
+
+    Attributes:
+        tiles: 16-row tiles of a block (NT).
+        warps: of a block, each with a share of K (KW).
+        split: blocks of a cluster, each with a share of K (SK); 1 before Hopper.
+        prefetch: steps whose weights are in flight (PF).
+        prefetch_x: whether their activations are too (XPF).
+        min_blocks: blocks an SM must be able to hold; bounds the registers (MINB).
+    """
+
+    tiles: int
+    warps: int
+    split: int = 1
+    prefetch: int = 2
+    prefetch_x: bool = False
+    min_blocks: int = 1
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Dynamic shared memory: one partial sum a warp, one more to share within a cluster."""
+        return (self.warps + (self.split > 1)) * tokens * self.tiles * 16 * 4
+
+
+def token_tiles(tokens: int) -> int:
+    """8-token tiles of the kernel that serves `tokens`: 1, 2, 4 or 8."""
+    return next(m for m in (1, 2, 4, 8) if tokens <= 8 * m)
+
+
+def weight_macros(spec: LinearSpec, scale_dtype: torch.dtype) -> dict[str, int]:
+    """The macros that say what the weight is, common to all kernels that read it."""
+    return {
+        "WEIGHT_BITS": spec.scheme.bits,
+        "ACT_BITS": spec.scheme.act_bits or 16,
+        "BF16": int(spec.dtype == torch.bfloat16),
+        "SCALE_BF16": int(scale_dtype == torch.bfloat16),
+        "GROUP": kernel_group(spec.scheme) or 0,
+        "ASYM": int(not spec.scheme.symmetric),
+    }
+
+
+def macros(spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, config: SkinnyConfig) -> Macros:
+    """All macros of skinny.cu for one product."""
+    return weight_macros(spec, scale_dtype) | {
+        "CH": 2 if chunks % 2 == 0 else 1,
+        "MT": token_tiles(tokens),
+        "NT": config.tiles,
+        "KW": config.warps,
+        "SK": config.split,
+        "PF": config.prefetch,
+        "XPF": int(config.prefetch_x),
+        "MINB": config.min_blocks,
+    }
+
+
+def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, tokens: int, config: SkinnyConfig) -> Kernel:
+    """The compiled kernel for `tokens` activations of this weight. Raises QtoolError as load_kernel does."""
+    limit = config.shared_bytes(8 * token_tiles(tokens))
+    chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config)
+    return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Per token, symmetric int8: scale = max |x| / 127.
+
+    Args:
+        x: [M, K] float16 or bfloat16, contiguous, K a multiple of 64.
+
+    Returns:
+        codes: [M, K] int8 in the order of skinny.cu. scales: [M] float32.
+    """
+    tokens, cols = x.shape
+    codes = torch.empty(tokens, cols, dtype=torch.int8, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    constants = {"BF16": int(x.dtype == torch.bfloat16), "THREADS": QUANTIZE_THREADS, "WEIGHT_BITS": 8}
+    load_kernel(x.device, "quantize.cu", "quantize_rows", constants).launch(
+        (tokens, 1, 1), QUANTIZE_THREADS, (x, codes, scales, cols), overlap=has_clusters(x.device.index)
+    )
+    return codes, scales
+
+
+def multiply(
+    x: Tensor, x_scales: Tensor | None, packed: PackedWeight, spec: LinearSpec, config: SkinnyConfig, out: Tensor
+) -> None:
+    """out [M, N] = x [M, K'] @ weight.T for 1 <= M <= 64.
+
+    Args:
+        x: in spec.dtype with x_scales None, or int8 and x_scales [M] as from quantize_activations.
+        packed: the weight; K' = 64 packed.chunks.
+        out: [M, N] in spec.dtype, contiguous.
+    """
+    tokens = x.shape[0]
+    steps = packed.chunks // (2 if packed.chunks % 2 == 0 else 1)
+    blocks = -(-packed.tiles // config.tiles)
+    kernel(x.device, packed, spec, tokens, config).launch(
+        (blocks, config.split, 1),
+        config.warps * 32,
+        (
+            packed.codes,
+            packed.scales,
+            packed.zeros,
+            x,
+            x if x_scales is None else x_scales,
+            out,
+            tokens,
+            spec.rows,
+            steps,
+        ),
+        shared_bytes=config.shared_bytes(tokens),
+        cluster=(1, config.split, 1) if config.split > 1 else None,
+        overlap=has_clusters(x.device.index),
+    )

@@ -1,0 +1,57 @@
+"""Time kernels as they are used: replayed from a CUDA graph, on data that the L2 cache does not hold."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_COLD_BYTES = 260_000_000  # several times the L2 of today's GPUs
+
+
+def _median_milliseconds(work: Callable[[], object], repeats: int) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def copies(tensors: Sequence[Tensor], most: int = 48) -> list[tuple[Tensor, ...]]:
+    """`tensors` and as many clones as it takes for a round over them to exceed the L2 cache (2 to `most` in all)."""
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    count = max(2, min(most, math.ceil(_COLD_BYTES / max(1, size))))
+    return [tuple(tensors), *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
+
+
+def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9) -> float:
+    """Median microseconds of one `call(i)`, i = 0 .. calls - 1 captured into one CUDA graph and replayed."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(min(2, calls)):
+            call(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    graph.replay()
+    return 1e3 * _median_milliseconds(graph.replay, replays) / calls
+
+
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s of a large device-to-device copy, bytes read plus bytes written: what memory gives at most."""
+    source = torch.randn(1 << 30, dtype=torch.float16, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    milliseconds = _median_milliseconds(lambda: target.copy_(source), 9)
+    return 2 * source.numel() * source.element_size() / milliseconds / 1e6

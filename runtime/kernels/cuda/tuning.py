@@ -1,0 +1,200 @@
+"""Measure every sensible way to cut one linear layer's product and keep the fastest, per number of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from qtool.quant.errors import QtoolError
+from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import dequantize, skinny, wide
+from qtool.runtime.kernels.cuda.choice import Choice, key
+from qtool.runtime.kernels.cuda.driver import arch_of, source
+from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
+from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds
+from qtool.runtime.kernels.cuda.wide import WideConfig
+from qtool.runtime.kernels.interface import LinearSpec
+
+_WRONG = 0.02  # relative difference from the dequantized product that no rounding explains
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured way to cut one product: microseconds, and the relative difference from the dequantized product."""
+
+    choice: Choice
+    microseconds: float
+    difference: float
+
+
+def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: bool) -> Iterator[SkinnyConfig]:
+    """Ways to cut skinny.cu that fit the registers and fill the device."""
+    chunks, row_tiles, token_tiles = -(-spec.cols // 64), -(-spec.rows // 16), skinny.token_tiles(tokens)
+    step = 2 if chunks % 2 == 0 else 1  # chunks
+    loads = step * spec.scheme.bits // 4  # 16-byte loads of a lane for a tile's step
+    x_loads = step * token_tiles * (1 if spec.scheme.act_bits else 2)
+    splits = (1, 2, 4) if clusters else (1,)
+    for tiles, warps, split, prefetch, prefetch_x in itertools.product(
+        (1, 2, 4), (4, 8, 16), splits, (1, 2, 4), (False, True)
+    ):
+        steps = -(-chunks // (step * warps * split))  # of a warp
+        in_flight = prefetch * tiles * loads * 4  # registers
+        x_registers = x_loads * 4 * (prefetch if prefetch_x else 1)
+        sums = tiles * token_tiles * 4 * (2 if spec.scheme.group_size > 0 else 1)
+        registers = in_flight + x_registers + sums
+        if registers > 160 or prefetch > steps or (tiles == 4 and tokens < 8):
+            continue
+        if -(-row_tiles // tiles) * split * warps < 8 * num_sms:
+            continue
+        if (split == 4 and tokens < 16) or (in_flight < 16 and steps > 1):
+            continue
+        for min_blocks in sorted({1, 16 // warps, 24 // warps} - {0}):
+            if registers + 32 < 65536 // (32 * warps * min_blocks):
+                yield SkinnyConfig(tiles, warps, split, prefetch, prefetch_x, min_blocks)
+
+
+def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
+    """Ways to cut wide.cu that fit the registers and fill the device."""
+    for block_tokens, warpgroups, tiles, split, prefetch in itertools.product(
+        (32, 64, 128), (1, 2, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 3, 4)
+    ):
+        blocks = -(-spec.rows // (64 * warpgroups * tiles)) * split * -(-tokens // block_tokens)
+        x_loads = -(-block_tokens * 8 // (warpgroups * 128))
+        registers = block_tokens // 2 * tiles + prefetch * 4 * (x_loads + tiles * spec.scheme.bits // 4) + 20
+        if block_tokens > max(32, tokens) or (block_tokens == 32 and tokens > 64) or registers > 190:
+            continue
+        if not 0.8 * num_sms <= blocks or (split > 1 and blocks > 8 * num_sms):
+            continue
+        for min_blocks in sorted({1, 4 // warpgroups, 6 // warpgroups} - {0}):
+            config = WideConfig(block_tokens, warpgroups, tiles, split, prefetch, min_blocks)
+            limit = 65536 // (128 * warpgroups * min_blocks)
+            if registers + 24 < limit and config.shared_bytes * min_blocks <= 220_000:
+                yield config
+
+
+def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choice]:
+    """All ways worth measuring on `device`."""
+    properties = torch.cuda.get_device_properties(device)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    found: list[Choice] = []
+    if tokens <= (skinny.MAX_TOKENS if spec.scheme.act_bits or not hopper else 32):
+        found += skinny_candidates(spec, tokens, properties.multi_processor_count, properties.major >= 9)
+    if hopper and not spec.scheme.act_bits and tokens > 8:
+        found += wide_candidates(spec, tokens, properties.multi_processor_count)
+    if tokens > 16:
+        found.append(None)
+    return found
+
+
+def _compile(job: tuple[str, str, Macros]) -> None:
+    file, arch, macros = job
+    compile_cuda(source("common.cuh", file), arch, macros, name=file.removesuffix(".cu"))
+
+
+def precompile(
+    jobs: Iterable[tuple[LinearSpec, int, Choice]], device: torch.device, progress: ProgressFn = silent
+) -> None:
+    """Compile the kernels of many (spec, tokens, choice) into the disk cache, one process a core.
+
+    Raises:
+        QtoolError: a kernel does not compile.
+    """
+    arch = arch_of(torch.cuda.current_device() if device.index is None else device.index)
+    unique: dict[tuple[str, tuple[tuple[str, int], ...]], None] = {}
+    for spec, tokens, choice in jobs:
+        chunks = -(-spec.cols // 64)
+        if isinstance(choice, SkinnyConfig):
+            macros = skinny.macros(spec, torch.float16, chunks, tokens, choice)
+            unique["skinny.cu", tuple(sorted(macros.items()))] = None
+        elif choice is not None:
+            unique["wide.cu", tuple(sorted(wide.macros(spec, torch.float16, choice).items()))] = None
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = pool.map(_compile, [(file, arch, dict(macros)) for file, macros in unique], chunksize=4)
+        for done, _ in enumerate(work):
+            progress("compile kernels", done + 1, len(unique))
+
+
+def random_weight(spec: LinearSpec, seed: int = 0) -> QuantizedWeight:
+    """A random weight of the spec on the current CUDA device, of about unit gain (float16 scales)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    scheme, groups = spec.scheme, spec.scheme.num_groups(spec.cols)
+    levels = 1 << scheme.bits
+    codes = torch.randint(0, levels, (spec.rows, spec.cols), generator=generator, dtype=torch.uint8, device="cuda")
+    scale = torch.rand(spec.rows, groups, generator=generator, device="cuda") + 0.5
+    scale *= 3.5 / levels / spec.cols**0.5
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.randint(
+            levels // 4, levels * 3 // 4, (spec.rows, groups), generator=generator, dtype=torch.uint8, device="cuda"
+        )
+    return QuantizedWeight(codes, scale.half(), zero, scheme)
+
+
+def product_microseconds(
+    rounds: list[PackedWeight], x: torch.Tensor, spec: LinearSpec, choice: Choice, out: torch.Tensor
+) -> float:
+    """Microseconds of one product by one choice over weights that take turns, activations ready as the kernel reads
+    them (already int8 where the scheme says so)."""
+    x = arrange_activations(x, rounds[0])
+    calls = max(16, len(rounds))
+    if isinstance(choice, SkinnyConfig):
+        config = choice
+        codes, scales = skinny.quantize_activations(x) if spec.scheme.act_bits else (x, None)
+        return graph_microseconds(
+            lambda i: skinny.multiply(codes, scales, rounds[i % len(rounds)], spec, config, out), calls
+        )
+    if choice is not None:
+        wide_config = choice
+        return graph_microseconds(lambda i: wide.multiply(x, rounds[i % len(rounds)], spec, wide_config, out), calls)
+    return graph_microseconds(lambda i: dequantize.multiply(x, rounds[i % len(rounds)], spec, out), calls)
+
+
+def tune(
+    weight: QuantizedWeight, spec: LinearSpec, token_counts: Iterable[int], progress: ProgressFn = silent
+) -> dict[str, list[Timing]]:
+    """Measure all candidates for one linear on the current CUDA device.
+
+    Args:
+        weight: of the spec; its values do not matter to the times.
+        spec: the linear.
+        token_counts: of choice.BUCKETS.
+
+    Returns:
+        choice.key → the measured candidates, fastest first.
+
+    Raises:
+        QtoolError: a candidate computes something else than the dequantized product.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
+    rounds = [
+        PackedWeight(codes, scales, packed.zeros, packed.columns)
+        for codes, scales in copies((packed.codes, packed.scales))
+    ]
+    found: dict[str, list[Timing]] = {}
+    for tokens in token_counts:
+        x = torch.randn(tokens, spec.cols, device=device).to(spec.dtype)
+        out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=device)
+        want = torch.empty_like(out)
+        dequantize.multiply(arrange_activations(x, packed), packed, spec, want)
+        tried = candidates(spec, tokens, device)
+        timings = []
+        for done, choice in enumerate(tried):
+            out.fill_(torch.nan)
+            microseconds = product_microseconds(rounds, x, spec, choice, out)
+            difference = float((out.float() - want.float()).norm() / want.float().norm())
+            if not difference < _WRONG:
+                raise QtoolError(f"{choice} is wrong for {spec}: relative difference {difference:.3g}")
+            timings.append(Timing(choice, microseconds, difference))
+            progress(f"tune {key(spec, tokens)}", done + 1, len(tried))
+        found[key(spec, tokens)] = sorted(timings, key=lambda t: t.microseconds)
+    return found

@@ -1,0 +1,216 @@
+"""Weights in fragment order against the tensor cores' operand layout, lane by lane, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda.choice import BUCKETS, bucket_of, choose, decode, encode, key, rule, save_tuned
+from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
+from qtool.runtime.kernels.cuda.linear import supports
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.wide import WideConfig
+from qtool.runtime.kernels.interface import LinearSpec
+
+CPU = torch.device("cpu")
+
+
+def random_weight(rows: int, cols: int, scheme: QuantScheme, g_idx: Tensor | None = None) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    groups = int(g_idx.max()) + 1 if g_idx is not None else scheme.num_groups(cols)
+    levels = 1 << scheme.bits
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.randint(0, levels, (rows, groups), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(
+        codes=torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8),
+        scale=(torch.rand(rows, groups, generator=generator) - 0.5).half(),
+        zero=zero,
+        scheme=scheme,
+        g_idx=g_idx,
+    )
+
+
+def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[int, int], int]:
+    """(row, column) → code, by what each lane feeds to m16n8k16 (16-bit) or m16n8k32 (int8).
+
+    A operand of m16n8k16: register 0 holds (row g; k = 2t, 2t+1), 1 (g+8; same), 2 (g; 2t+8, 2t+9), 3 (g+8; same).
+    B operand: register 0 holds k = 2t, 2t+1, register 1 k = 2t+8, 2t+9, which the kernel fills with four consecutive
+    columns of its lane. Of m16n8k32 likewise with four bytes a register.
+    """
+    seen: dict[tuple[int, int], int] = {}
+
+    def put(row: int, column: int, code: int) -> None:
+        assert (row, column) not in seen
+        seen[row, column] = code
+
+    for tile in range(packed.tiles):
+        for chunk in range(packed.chunks):
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                words = [int(w) & 0xFFFFFFFF for w in packed.codes[tile, chunk, :, lane].flatten()]
+                for h in range(2):
+                    first = chunk * 64 + 32 * h + 8 * t
+                    for register in range(4):
+                        row = tile * 16 + g + 8 * (register & 1)
+                        if act_bits == 16:
+                            for j in range(2):  # two 16-column steps; B register r holds columns first + 4j + 2r, + 1
+                                for e in range(2):
+                                    column = first + 4 * j + 2 * (register >> 1) + e
+                                    if bits == 4:
+                                        shift = {0: 0, 2: 4, 1: 8, 3: 12}[register] + 16 * e
+                                        put(row, column, words[2 * h + j] >> shift & 15)
+                                    else:
+                                        word = words[4 * h + 2 * j + (register & 1)]
+                                        put(row, column, word >> (16 * (register >> 1) + 8 * e) & 255)
+                        else:
+                            for e in range(4):
+                                column = first + 4 * (register >> 1) + e
+                                if bits == 4:
+                                    word = words[2 * h + (register >> 1)]
+                                    signed = (word << 4 if register & 1 == 0 else word) >> (8 * e) & 0xF0
+                                    put(row, column, (signed >> 4) ^ 8)
+                                else:
+                                    put(row, column, words[4 * h + register] >> (8 * e) & 255 ^ 128)
+    return seen
+
+
+@pytest.mark.parametrize("act_bits", [16, 8])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_lane_holds_its_codes(bits: int, act_bits: int) -> None:
+    weight = random_weight(24, 128, QuantScheme(bits, 64))
+    packed = pack_weight(weight, act_bits, CPU)
+    operand = mma_operand(packed, bits, act_bits)
+    assert packed.codes.shape == (2, 2, bits // 4, 32, 4)
+    assert len(operand) == 32 * 128
+    for (row, column), code in operand.items():
+        if row < 24:
+            assert code == int(weight.codes[row, column])
+
+
+@pytest.mark.parametrize(("group", "symmetric"), [(32, True), (64, False), (128, True), (256, False)])
+def test_scales_and_zeros_lie_beside_their_rows(group: int, symmetric: bool) -> None:
+    weight = random_weight(40, 512, QuantScheme(4, group, symmetric))
+    packed = pack_weight(weight, 16, CPU)
+    inner = kernel_group(weight.scheme)
+    assert inner is not None
+    for row in range(40):
+        tile, half, g = row // 16, row // 8 % 2, row % 8
+        for column in range(0, 512, 32):
+            assert packed.scales[tile, column // inner, g, half] == weight.scale[row, column // group]
+            if weight.zero is not None:
+                assert packed.zeros[tile, column // inner, g, half] == weight.zero[row, column // group]
+    assert (len(packed.zeros) == 0) == symmetric
+
+
+def test_per_channel_scales_are_float32_in_row_order() -> None:
+    weight = random_weight(20, 64, QuantScheme(8))
+    packed = pack_weight(weight, 8, CPU)
+    assert packed.scales.dtype == torch.float32
+    assert torch.equal(packed.scales, weight.scale[:, 0].float())
+
+
+def test_float32_scales_take_the_type_that_holds_them() -> None:
+    weight = random_weight(16, 64, QuantScheme(4, 32))
+    for factor, dtype in [(1.0, torch.float16), (1e-7, torch.bfloat16)]:
+        scale = (weight.scale.abs().float() + 0.01) * factor
+        packed = pack_weight(QuantizedWeight(weight.codes, scale, None, weight.scheme), 16, CPU)
+        assert packed.scales.dtype == dtype
+
+
+@pytest.mark.parametrize(("cols", "sizes"), [(192, [64, 64, 64]), (192, [70, 30, 92]), (100, [1, 99]), (64, [0, 64])])
+def test_act_order_products_agree_with_the_definition(cols: int, sizes: list[int]) -> None:
+    order = torch.randperm(cols, generator=torch.Generator().manual_seed(1))
+    g_idx = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[order].int()
+    weight = random_weight(16, cols, QuantScheme(4, 64, symmetric=False), g_idx)
+    packed = pack_weight(weight, 16, CPU)
+    operand = mma_operand(packed, 4, 16)
+    x = torch.randn(3, cols, dtype=torch.float64)
+    arranged = arrange_activations(x, packed)
+    want = x @ weight.dequantize(torch.float64).T
+    width = packed.chunks * 64
+    value = torch.zeros(16, width, dtype=torch.float64)
+    for (row, column), code in operand.items():
+        at = column // 64, row % 8, row // 8
+        value[row, column] = (code - int(packed.zeros[0][at])) * float(packed.scales[0][at])
+    assert arranged.shape == (3, width)
+    assert torch.allclose(arranged @ value.T, want, atol=1e-12)
+
+
+def test_activations_are_left_alone_where_they_fit() -> None:
+    weight = random_weight(16, 128, QuantScheme(4, 128))
+    packed = pack_weight(weight, 16, CPU)
+    x = torch.randn(4, 128)
+    assert arrange_activations(x, packed) is x
+    shifted = torch.randn(4 * 128 + 1)[1:].view(4, 128)
+    assert arrange_activations(shifted, packed).data_ptr() % 16 == 0
+
+
+def test_odd_widths_are_filled_with_zeros() -> None:
+    weight = random_weight(5, 96, QuantScheme(4, 32))
+    packed = pack_weight(weight, 16, CPU)
+    arranged = arrange_activations(torch.ones(2, 96), packed)
+    assert arranged.shape == (2, 128)
+    assert float(arranged[:, 96:].abs().sum()) == 0
+    assert packed.scales.shape == (1, 4, 8, 2)
+
+
+def test_large_weights_are_packed_in_slabs_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(100, 128, QuantScheme(4, 128))
+    whole = pack_weight(weight, 16, CPU)
+    monkeypatch.setattr("qtool.runtime.kernels.cuda.layout._SLAB_CODES", 128 * 16 * 2)
+    assert torch.equal(pack_weight(weight, 16, CPU).codes, whole.codes)
+
+
+def test_refusals_say_why() -> None:
+    spec = LinearSpec(16, 64, QuantScheme(4, 64), dtype=torch.bfloat16)
+    assert supports(spec, CPU) == "not a CUDA device"
+    cuda = torch.device("cuda", 0)
+    assert "float32" in str(supports(LinearSpec(16, 64, QuantScheme(4, 64), dtype=torch.float32), cuda))
+    assert "group size 24" in str(supports(LinearSpec(16, 48, QuantScheme(4, 24)), cuda))
+    assert "columns" in str(supports(LinearSpec(16, 1 << 18, QuantScheme(8)), cuda))
+
+
+@pytest.mark.parametrize("choice", [None, SkinnyConfig(2, 8, 1, 2, True, 3), WideConfig(64, 2, 1, 2, 3, 1)])
+def test_choices_survive_json(choice: SkinnyConfig | WideConfig | None) -> None:
+    assert decode(encode(choice)) == choice
+
+
+def test_buckets_cover_all_counts() -> None:
+    assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 256, 257)] == [1, 8, 8, 16, 64, 256, None]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("name", ["w4g128", "w8", "w8a8", "w4g128a8"])
+def test_the_rule_stays_within_what_the_device_can(capability: tuple[int, int], name: str) -> None:
+    for rows in (16, 4096, 128256):
+        spec = LinearSpec(rows, 4096, QuantScheme.parse(name))
+        for bucket in BUCKETS:
+            choice = rule(spec, bucket, capability, 132)
+            if isinstance(choice, WideConfig):
+                assert capability == (9, 0)
+                assert not spec.scheme.act_bits
+                assert choice.shared_bytes <= 227 * 1024
+            elif isinstance(choice, SkinnyConfig):
+                assert bucket <= 64
+                assert choice.split == 1 or capability >= (9, 0)
+                assert choice.shared_bytes(bucket) <= 99 * 1024  # what a block may have on Ada
+
+
+def test_tuned_choices_are_merged(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QTOOL_CACHE", str(tmp_path))
+    spec = LinearSpec(64, 64, QuantScheme(4, 64))
+    save_tuned("Some GPU", {key(spec, 1): SkinnyConfig(1, 4), key(spec, 8): None})
+    path = save_tuned("Some GPU", {key(spec, 8): WideConfig(64, 2)})
+    assert path.name == "some-gpu.json"
+    text = path.read_text()
+    assert '"w4g64 64x64 1"' in text
+    assert '"wide"' in text
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_more_tokens_than_the_largest_bucket_need_no_device() -> None:
+    assert choose(LinearSpec(64, 64, QuantScheme(4, 64)), 300, torch.device("cuda", 0)) is None

@@ -212,6 +212,9 @@ class BlockWalker:
         device, dtype: where and in what to compute.
         batch_tokens: about how many tokens run at a time.
 
+    Attributes:
+        states: [b, seq, hidden] each: what comes out of the blocks walked so far.
+
     Raises:
         QtoolError: unsupported architecture, or a checkpoint that is quantized already.
     """
@@ -238,7 +241,7 @@ class BlockWalker:
         self._positions = _Positions(config, type(rotary)(config).to(self.device), self.device, dtype)
         rows = max(1, batch_tokens // samples.shape[1])
         table = checkpoint.tensor(f"{self.structure.embed}.weight")
-        self._states = [self._place(table[batch]) for batch in torch.split(samples, rows)]
+        self.states = [self._place(table[batch]) for batch in torch.split(samples, rows)]
         self._finished = 0
 
     def __len__(self) -> int:
@@ -247,11 +250,11 @@ class BlockWalker:
     def __iter__(self) -> Iterator[Block]:
         """Every block in turn. After each, its inputs run through the weights left in it and become the next inputs."""
         for index in range(self._finished, len(self)):
-            block = self.block(index, self._states)
+            block = self.block(index, self.states)
             yield block
             with torch.no_grad():
-                for i, states in enumerate(self._states):
-                    self._states[i] = block.run(states)
+                for i, states in enumerate(self.states):
+                    self.states[i] = block.run(states)
             self._finished = index + 1
 
     def block(self, index: int, inputs: list[Tensor]) -> Block:
@@ -278,7 +281,7 @@ class BlockWalker:
             raise RuntimeError(f"{self._finished} of {len(self)} blocks walked: the logits come after the last one")
         head = self.head()
         with torch.no_grad():
-            for states in self._states:
+            for states in self.states:
                 yield head(states)
 
     def _place(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""The schemes that are tried on each group, and the error that each makes in a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.errors import QtoolError
+from qtool.quant.numerics import check_finite
+from qtool.quant.scheme import QuantScheme, fit_group, parse_scheme
+from qtool.quant.structure import ModelStructure
+
+DEFAULT_SCHEMES = ("fp16", "w8", "w4g64")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of one block that share a scheme, and the schemes to try on them.
+
+    Attributes:
+        name, block, kind, members: as in record.GroupSensitivity.
+        schemes: distinct candidates, group sizes fitted to the input; 16-bit is not among them.
+        keeps_float: whether 16-bit is a candidate.
+    """
+
+    name: str
+    block: int
+    kind: str
+    members: tuple[str, ...]
+    schemes: tuple[QuantScheme, ...]
+    keeps_float: bool
+
+
+def parse_candidates(names: Sequence[str]) -> list[QuantScheme | None]:
+    """Scheme names → schemes, duplicates removed. Raises QtoolError for an unknown one, or fewer than two."""
+    schemes = list(dict.fromkeys(parse_scheme(name) for name in names))
+    for scheme in schemes:
+        if scheme is not None and scheme.act_bits:
+            raise QtoolError(f"scheme {scheme.name}: only weights are measured; name schemes such as w8, w4g64")
+    if len(schemes) < 2 or schemes == [None]:
+        raise QtoolError(f"--schemes {','.join(names)}: name at least two to choose from, such as fp16,w8,w4g64")
+    return schemes
+
+
+def candidate_groups(
+    structure: ModelStructure, shapes: Mapping[str, tuple[int, int]], schemes: Sequence[QuantScheme | None]
+) -> list[Group]:
+    """The groups of a model in order. Raises QtoolError where nothing divides a group's input."""
+    groups = []
+    for block in range(structure.num_blocks):
+        prefix = structure.block_name(block)
+        for group in structure.groups:
+            members = tuple(f"{prefix}.{member}" for member in group.members)
+            try:
+                fitted = [fit_group(s, shapes[members[0]][1]) for s in schemes if s is not None]
+            except QtoolError as error:
+                raise QtoolError(f"layer {members[0]}: {error}") from None
+            name = f"{prefix}.{group.kind}"
+            groups.append(Group(name, block, group.kind, members, tuple(dict.fromkeys(fitted)), None in schemes))
+    return groups
+
+
+def fake_quantize(layer: str, weight: Tensor, scheme: QuantScheme) -> Tensor:
+    """`weight` [N, K] rounded to nearest under `scheme`, in its own dtype. Raises QtoolError for NaN or infinity."""
+    check_finite(weight, f"layer {layer}: the weight")
+    return rtn(weight, scheme, search="signed").dequantize(weight.dtype)

@@ -1,0 +1,99 @@
+"""The Fisher metric: the KL divergence that each error would cause, to second order, from one backward pass.
+
+For a small change δz of a position's logits, KL(p ‖ p') ≈ ½ δzᵀ(diag p − ppᵀ)δz. One random vector v with that
+covariance is drawn for every position and sent backward; g = ∂(Σ vᵀz)/∂y at a linear's output y then gives, for an error
+ΔY of that output, E[(Σ g·ΔY)²] = δzᵀ(diag p − ppᵀ)δz summed over positions. Products between different tokens of the
+linear are left out (their mean is small and their noise is not): the score is ½ Σ_tokens (g_t·ΔY_t)², in nats. Scoring by
+(g·ΔY)² is the idea of NVIDIA's Model-Optimizer (auto_quantize), there with labels from data and each output on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtool.quant.calibration import Block, BlockWalker
+from qtool.quant.progress import ProgressFn
+from qtool.sensitivity.candidates import Group, fake_quantize
+
+_SEED = 0
+
+
+def fisher_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> dict[str, dict[str, float]]:
+    """Predicted KL (mean over tokens) when one group alone is quantized: group name → scheme name → nats.
+
+    Forward once and keep every block's inputs, then backward block by block, each recomputed with its graph. Memory:
+    one block with its graph for a batch, and the hidden states of all samples for each block.
+    """
+    prefix = []
+    for block in walker:
+        prefix.append(list(block.inputs))
+        progress("probe (forward)", block.index + 1, len(walker))
+    grads = _head_grads(walker)
+    tokens = sum(g.shape[0] * g.shape[1] for g in grads)
+    damage: dict[str, dict[str, float]] = {}
+    for index in reversed(range(len(walker))):
+        mine = [g for g in groups if g.block == index]
+        block = walker.block(index, prefix.pop())
+        deltas = {
+            (name, s.name): fake_quantize(name, block.linears[name].weight, s) - block.linears[name].weight
+            for g in mine for s in g.schemes for name in g.members
+        }
+        sums = {(g.name, s.name): 0.0 for g in mine for s in g.schemes}
+        for i, inputs in enumerate(block.inputs):
+            taps, grads[i] = _backward(block, inputs, grads[i])
+            for group in mine:
+                for scheme in group.schemes:
+                    # [tokens]: the change of Σ vᵀz that each token's error causes
+                    change = sum(_change(*taps[n], deltas[n, scheme.name]) for n in group.members)
+                    sums[group.name, scheme.name] += float(torch.as_tensor(change).double().square().sum())
+        for (group_name, scheme_name), total in sums.items():
+            damage.setdefault(group_name, {})[scheme_name] = 0.5 * total / tokens
+        progress("probe (backward)", len(walker) - index, len(walker))
+    return damage
+
+
+def _change(x: Tensor, grad: Tensor, delta: Tensor) -> Tensor:
+    """[tokens]: Σ over outputs of grad · (x Δᵀ)."""
+    return (x @ delta.T).mul_(grad).sum(-1)
+
+
+def _head_grads(walker: BlockWalker) -> list[Tensor]:
+    """∂(Σ vᵀz)/∂(final hidden states) for every batch, v drawn with covariance diag p − ppᵀ at every position."""
+    head = walker.head()
+    generator = torch.Generator().manual_seed(_SEED)
+    grads = []
+    for states in walker.states:
+        states = states.detach().requires_grad_()
+        logits = head(states)
+        with torch.no_grad():
+            p = logits.softmax(-1)
+            signs = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device)
+            v = p.sqrt().mul_(signs.mul_(2).sub_(1))
+            v.sub_(p.mul_(v.sum(-1, keepdim=True)))
+        grads.append(torch.autograd.grad(logits, states, v)[0])
+    return grads
+
+
+def _backward(block: Block, inputs: Tensor, grad: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+    """One block forward and backward.
+
+    Returns: linear → (input [tokens, in], gradient at its output [tokens, out]), and the gradient at the block's input.
+    """
+    inner: dict[str, Tensor] = {}
+    outer: dict[str, Tensor] = {}
+    handles = []
+    for name, linear in block.linears.items():
+        def keep(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
+            inner[name], outer[name] = args[0].detach(), output
+
+        handles.append(linear.register_forward_hook(keep))
+    try:
+        inputs = inputs.detach().requires_grad_()
+        output = block.run(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = list(outer)
+    *at_outputs, at_inputs = torch.autograd.grad(output, [*(outer[n] for n in names), inputs], grad)
+    return {n: (inner[n].flatten(0, 1), g.flatten(0, 1)) for n, g in zip(names, at_outputs, strict=True)}, at_inputs

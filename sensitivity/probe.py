@@ -1,0 +1,201 @@
+"""How much each group of linears suffers under each candidate scheme: the analysis, and the gradient-free metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qtool.quant.calibration import Block, BlockWalker, CalibrationSet, calibration_set
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.device import resolve_device
+from qtool.quant.errors import QtoolError
+from qtool.quant.fingerprint import model_fingerprint
+from qtool.quant.hub import resolve_model
+from qtool.quant.numerics import weight_error
+from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.scheme import FLOAT, QuantScheme
+from qtool.quant.structure import linear_shapes
+from qtool.sensitivity.candidates import DEFAULT_SCHEMES, Group, candidate_groups, fake_quantize, parse_candidates
+from qtool.sensitivity.fisher import fisher_damage
+from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
+
+Metric = Literal["fisher", "kl", "output", "weight"]
+Damage = dict[str, dict[str, float]]  # group name → scheme name → damage
+NUM_SEQUENCES, SEQ_LEN = 16, 512
+
+
+def analyze(
+    model: str | Path,
+    *,
+    schemes: Sequence[str] = DEFAULT_SCHEMES,
+    metric: str = "fisher",
+    calibration: CalibrationSet | None = None,
+    device: str = "auto",
+    progress: ProgressFn = silent,
+) -> Sensitivity:
+    """Measure what every candidate scheme does to every group of linears (round to nearest, signed scales).
+
+    Args:
+        model: folder, hub id or built-in name.
+        schemes: candidates by name; group sizes that do not divide a layer's input are fitted.
+        metric: `fisher` (gradient-weighted output error, one backward pass for all), `kl` (measured end to end, slow),
+            `output` (relative error of the group's output) or `weight` (no data at all).
+        calibration: tokens to measure on; None: the first 16 × 512 of the default text.
+        device: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        QtoolError: an unknown metric or scheme, a model that cannot be read, is quantized or is not supported.
+    """
+    if metric not in UNITS:
+        raise QtoolError(f"metric {metric!r} is not known: use one of {', '.join(UNITS)}")
+    candidates = parse_candidates(schemes)
+    place = resolve_device(device)
+    folder = resolve_model(model, progress=progress)
+    with Checkpoint(folder) as checkpoint:
+        shapes = linear_shapes(checkpoint)
+        if calibration is None:
+            calibration = calibration_set(folder, data=None, num_sequences=NUM_SEQUENCES, seq_len=SEQ_LEN, seed=0)
+        walker = BlockWalker(checkpoint, calibration.tokens, device=place, batch_tokens=1024)
+        groups = candidate_groups(walker.structure, shapes, candidates)
+        measure: dict[str, Callable[[BlockWalker, list[Group], ProgressFn], Damage]] = {
+            "fisher": fisher_damage, "kl": kl_damage, "output": output_damage, "weight": weight_damage,
+        }
+        damage = measure[metric](walker, groups, progress)
+        return Sensitivity(
+            model=str(model),
+            fingerprint=model_fingerprint(checkpoint),
+            metric=metric,
+            calibration={
+                "source": calibration.source,
+                "num_sequences": len(calibration.tokens),
+                "seq_len": calibration.tokens.shape[1],
+                "fingerprint": calibration.fingerprint,
+            },
+            shapes=shapes,
+            weight_error=_weight_errors(checkpoint, groups, place, progress),
+            other_bytes=_other_bytes(checkpoint, walker),
+            groups=tuple(
+                GroupSensitivity(g.name, g.block, g.kind, g.members,
+                                 {**({FLOAT: 0.0} if g.keeps_float else {}), **damage[g.name]})
+                for g in groups
+            ),
+        )
+
+
+def _weight_errors(
+    checkpoint: Checkpoint, groups: list[Group], device: torch.device, progress: ProgressFn
+) -> dict[str, dict[str, float]]:
+    errors: dict[str, dict[str, float]] = {}
+    for done, group in enumerate(groups, start=1):
+        for name in group.members:
+            weight = checkpoint.tensor(f"{name}.weight").to(device, torch.float32)
+            errors[name] = {s.name: weight_error(weight, fake_quantize(name, weight, s)) for s in group.schemes}
+        progress("weight errors", done, len(groups))
+    return errors
+
+
+def _other_bytes(checkpoint: Checkpoint, walker: BlockWalker) -> int:
+    """Bytes of everything that a plan does not cover; the copy of a tied head that some files hold is not counted."""
+    planned = {f"{name}.weight" for name in linear_shapes(checkpoint)}
+    if walker.structure.tied_head:
+        planned.add(f"{walker.structure.head}.weight")
+    return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names() if name not in planned)
+
+
+def weight_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+    """‖ΔW‖² / ‖W‖² over the members of each group."""
+    damage: Damage = {}
+    for done, group in enumerate(groups, start=1):
+        weights = {n: walker.checkpoint.tensor(f"{n}.weight").to(walker.device, torch.float32) for n in group.members}
+        total = sum(float(w.square().sum()) for w in weights.values()) or 1.0
+        damage[group.name] = {
+            s.name: sum(float((fake_quantize(n, w, s) - w).square().sum()) for n, w in weights.items()) / total
+            for s in group.schemes
+        }
+        progress("probe (weight)", done, len(groups))
+    return damage
+
+
+def output_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+    """‖X ΔWᵀ‖² / ‖X Wᵀ‖² over the members of each group, from the Gram matrix XᵀX of its real inputs."""
+    damage: Damage = {}
+    for block in walker:
+        mine = [g for g in groups if g.block == block.index]
+        grams: dict[str, Tensor] = {}
+
+        def add(name: str, x: Tensor, grams: dict[str, Tensor] = grams) -> None:
+            x = x.float()
+            grams[name] = grams[name].addmm_(x.T, x) if name in grams else x.T @ x
+
+        block.capture([g.members[0] for g in mine], add)
+        for group in mine:
+            gram = grams[group.members[0]]
+            weights = {n: block.linears[n].weight.detach().float() for n in group.members}
+            total = sum(_energy(w, gram) for w in weights.values()) or 1.0
+            damage[group.name] = {
+                s.name: sum(_energy(fake_quantize(n, w, s) - w, gram) for n, w in weights.items()) / total
+                for s in group.schemes
+            }
+        progress("probe (output)", block.index + 1, len(walker))
+    return damage
+
+
+def _energy(weight: Tensor, gram: Tensor) -> float:
+    """‖X Wᵀ‖² with gram = XᵀX."""
+    return float(((weight @ gram) * weight).sum())
+
+
+def kl_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+    """KL(original ‖ one group quantized), mean over tokens, measured at the logits.
+
+    The inputs of every block are kept, so that a variant of block i starts there; all variants of one block walk on
+    together, so that each later block is read once for all of them. Memory: the logits and, for each block, the hidden
+    states of all samples.
+    """
+    prefix = [list(block.inputs) for block in walker]
+    head = walker.head()
+    with torch.no_grad():
+        base = [head(states).log_softmax(-1) for states in walker.states]
+    damage: Damage = {group.name: {} for group in groups}
+    num_variants = sum(len(g.schemes) for g in groups)
+    done = 0
+    for index, inputs in enumerate(prefix):
+        variants = [(g, s) for g in groups if g.block == index for s in g.schemes]
+        block = walker.block(index, inputs)
+        states = [_run_quantized(block, group, scheme) for group, scheme in variants]
+        for later in range(index + 1, len(walker)):
+            block = walker.block(later, [])
+            with torch.no_grad():
+                states = [[block.run(x) for x in batches] for batches in states]
+        for (group, scheme), batches in zip(variants, states, strict=True):
+            damage[group.name][scheme.name] = _mean_kl(head, base, batches)
+            done += 1
+            progress("probe (kl)", done, num_variants)
+    return damage
+
+
+def _run_quantized(block: Block, group: Group, scheme: QuantScheme) -> list[Tensor]:
+    """The block's outputs for its inputs with one group quantized; the weights are put back."""
+    originals = {name: block.linears[name].weight.data for name in group.members}
+    try:
+        for name, weight in originals.items():
+            block.linears[name].weight.data = fake_quantize(name, weight, scheme)
+        with torch.no_grad():
+            return [block.run(x) for x in block.inputs]
+    finally:
+        for name, weight in originals.items():
+            block.linears[name].weight.data = weight
+
+
+def _mean_kl(head: torch.nn.Module, base: list[Tensor], batches: list[Tensor]) -> float:
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for log_p, states in zip(base, batches, strict=True):
+            log_q = head(states).log_softmax(-1)
+            total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
+            count += log_p.shape[0] * log_p.shape[1]
+    return max(0.0, total / count)

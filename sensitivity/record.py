@@ -1,0 +1,120 @@
+"""What an analysis found (Sensitivity), and its JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qtool._version import __version__
+from qtool.quant.errors import QtoolError
+from qtool.quant.scheme import layer_bytes, parse_scheme
+
+FORMAT = 1
+
+UNITS = {
+    "fisher": "predicted KL divergence of the logits, nats per token",
+    "kl": "measured KL divergence of the logits, nats per token",
+    "output": "squared relative error of the group's output",
+    "weight": "squared relative error of the group's weights",
+}
+
+
+@dataclass(frozen=True)
+class GroupSensitivity:
+    """Linears that share one scheme, and what each candidate scheme does to the model when they alone are quantized.
+
+    Attributes:
+        name: `model.layers.3.qkv`.
+        block, kind: `3`, `qkv`.
+        members: full layer names.
+        damage: scheme name → damage in the metric's unit; holds every candidate, `fp16` (0.0) where it is one.
+    """
+
+    name: str
+    block: int
+    kind: str
+    members: tuple[str, ...]
+    damage: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """One analysis of one model.
+
+    Attributes:
+        model: what the user called it.
+        fingerprint: of the checkpoint (quant.fingerprint).
+        metric: a key of UNITS.
+        calibration: source, number and length of sequences, fingerprint.
+        shapes: layer → (rows, cols), every linear of the blocks.
+        weight_error: layer → scheme name → ‖W − Q‖ / ‖W‖.
+        other_bytes: true bytes of all other weights (embedding, norms, biases, head; a tied head counts once).
+        groups: in model order.
+    """
+
+    model: str
+    fingerprint: str
+    metric: str
+    calibration: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, int]]
+    weight_error: Mapping[str, Mapping[str, float]]
+    other_bytes: int
+    groups: tuple[GroupSensitivity, ...]
+
+    def group_bytes(self, group: GroupSensitivity, scheme: str) -> int:
+        """True bytes of the group's weights under a scheme, scales and zero points included."""
+        return sum(layer_bytes(parse_scheme(scheme), *self.shapes[name]) for name in group.members)
+
+    def to_json(self) -> str:
+        document = {
+            "format": FORMAT,
+            "qtool_version": __version__,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "metric": self.metric,
+            "unit": UNITS[self.metric],
+            "calibration": dict(self.calibration),
+            "other_bytes": self.other_bytes,
+            "groups": [
+                {"name": g.name, "block": g.block, "kind": g.kind, "members": list(g.members), "damage": dict(g.damage)}
+                for g in self.groups
+            ],
+            "layers": {
+                name: {"shape": list(shape), "weight_error": dict(self.weight_error[name])}
+                for name, shape in self.shapes.items()
+            },
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Sensitivity:
+        """Read the file that `qtool analyze` wrote. Raises QtoolError where it is missing, damaged or another file."""
+        if not path.is_file():
+            raise QtoolError(f"{path}: no such file; `qtool analyze MODEL` writes it")
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise QtoolError(f"{path}: format {document['format']}, this qtool reads {FORMAT}; analyze again")
+            sensitivity = cls(
+                model=document["model"],
+                fingerprint=document["fingerprint"],
+                metric=document["metric"],
+                calibration=document["calibration"],
+                shapes={name: (int(v["shape"][0]), int(v["shape"][1])) for name, v in document["layers"].items()},
+                weight_error={name: v["weight_error"] for name, v in document["layers"].items()},
+                other_bytes=int(document["other_bytes"]),
+                groups=tuple(
+                    GroupSensitivity(g["name"], int(g["block"]), g["kind"], tuple(g["members"]),
+                                     {k: float(v) for k, v in g["damage"].items()})
+                    for g in document["groups"]
+                ),
+            )
+            members = {m for g in sensitivity.groups for m in g.members}
+            if members != set(sensitivity.shapes) or sensitivity.metric not in UNITS:
+                raise ValueError("its groups are not the model's layers")
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise QtoolError(f"{path}: not a sensitivity file, or a damaged one ({error}); analyze again") from None
+        return sensitivity

@@ -1,0 +1,154 @@
+"""The allocator against brute force, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.quant.errors import QtoolError
+from qtool.quant.scheme import QuantScheme, scheme_name
+from qtool.sensitivity.allocate import Keep, allocate, uniform_allocations
+from qtool.sensitivity.record import GroupSensitivity, Sensitivity
+
+SCHEMES = ("fp16", "w8", "w4g128", "w4g64", "w4g32")
+OTHER = 1000
+
+
+def make(damages: list[dict[str, float]], shapes: list[tuple[int, int]]) -> Sensitivity:
+    """One group a block: q,k,v of the given shape, tied."""
+    groups = []
+    layers = {}
+    for i, (damage, shape) in enumerate(zip(damages, shapes, strict=True)):
+        members = tuple(f"model.layers.{i}.self_attn.{p}_proj" for p in "qkv")
+        layers.update(dict.fromkeys(members, shape))
+        groups.append(GroupSensitivity(f"model.layers.{i}.qkv", i, "qkv", members, damage))
+    return Sensitivity("m", "f" * 64, "kl", {}, layers, {n: {} for n in layers}, OTHER, tuple(groups))
+
+
+def brute_force(sensitivity: Sensitivity, budget: int) -> float:
+    """Least damage over every combination that fits."""
+    size = np.zeros(1, dtype=np.int64)
+    damage = np.zeros(1)
+    for group in sensitivity.groups:  # every sum so far with every option of this group
+        sizes = np.array([sensitivity.group_bytes(group, name) for name in group.damage])
+        size = np.add.outer(size, sizes).ravel()
+        damage = np.add.outer(damage, np.array(list(group.damage.values()))).ravel()
+    return float(damage[size <= budget].min())
+
+
+@st.composite
+def problems(draw: Any) -> tuple[Sensitivity, float]:
+    damages, shapes = [], []
+    for _ in range(6):
+        candidates = draw(st.permutations(SCHEMES))[:4]
+        values = draw(st.lists(st.floats(0, 1) | st.floats(1e-9, 1e-4), min_size=4, max_size=4))
+        damages.append(dict(zip(candidates, values)) | ({"fp16": 0.0} if "fp16" in candidates else {}))
+        shapes.append((draw(st.sampled_from([8, 24, 64, 200])), draw(st.sampled_from([128, 256, 640]))))
+    return make(damages, shapes), draw(st.floats(0, 1))
+
+
+def size_range(sensitivity: Sensitivity) -> tuple[int, int]:
+    sizes = [[sensitivity.group_bytes(g, n) for n in g.damage] for g in sensitivity.groups]
+    return sum(map(min, sizes)), sum(map(max, sizes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_equals_brute_force_under_max_bytes(problem: tuple[Sensitivity, float]) -> None:
+    sensitivity, share = problem
+    low, high = size_range(sensitivity)
+    budget = int(low + share * (high - low))
+    got = allocate(sensitivity, max_bytes=budget + OTHER)
+    assert got.linear_bytes <= budget
+    assert got.total_bytes == got.linear_bytes + OTHER
+    assert got.damage == pytest.approx(brute_force(sensitivity, budget), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_equals_brute_force_under_avg_bits(problem: tuple[Sensitivity, float]) -> None:
+    sensitivity, share = problem
+    low, high = size_range(sensitivity)
+    weights = sum(r * c for r, c in sensitivity.shapes.values())
+    bits = 8 * (low + share * (high - low)) / weights + 1e-9
+    got = allocate(sensitivity, avg_bits=bits)
+    assert got.average_bits <= bits
+    assert got.average_bits == pytest.approx(8 * got.linear_bytes / weights)
+    assert got.damage == pytest.approx(brute_force(sensitivity, int(bits * weights / 8)), rel=1e-9, abs=1e-12)
+
+
+def ladder(blocks: int = 4) -> Sensitivity:
+    damages = [{"fp16": 0.0, "w8": 0.01 * (i + 1), "w4g64": 1.0 * (i + 1)} for i in range(blocks)]
+    return make(damages, [(64, 128)] * blocks)
+
+
+def test_the_most_sensitive_layer_stays_in_int8_and_groups_are_tied() -> None:
+    plan = allocate(ladder(), avg_bits=5.25).plan  # room for one group of four above 4.25
+    names = {layer: scheme_name(scheme) for layer, scheme in plan.layers.items()}
+    assert {n for layer, n in names.items() if "layers.3" in layer} == {"w8"}
+    assert {n for layer, n in names.items() if "layers.3" not in layer} == {"w4g64"}
+
+
+def test_both_limits_hold() -> None:
+    sensitivity = ladder()
+    weights = sum(r * c for r, c in sensitivity.shapes.values())
+    loose = allocate(sensitivity, avg_bits=8.5).linear_bytes
+    got = allocate(sensitivity, avg_bits=8.5, max_bytes=int(weights * 6 / 8) + OTHER)
+    assert got.linear_bytes <= weights * 6 // 8 < loose
+
+
+def test_keep_fixes_whole_groups() -> None:
+    sensitivity = ladder()
+    got = allocate(sensitivity, avg_bits=9, keep=[Keep.parse(r"layers\.0\..*k_proj"), Keep.parse("layers.1=w8")])
+    assert got.plan["model.layers.0.self_attn.q_proj"] is None
+    assert got.plan["model.layers.1.self_attn.v_proj"] == QuantScheme(8)
+
+
+def test_same_inputs_same_plan() -> None:
+    sensitivity = make([{"fp16": 0.0, "w8": 0.1, "w4g64": 0.5}] * 6, [(64, 128)] * 6)  # every tie there is
+    plans = {allocate(sensitivity, avg_bits=bits).plan.to_json() for bits in (6.0, 6.0, 6.0)}
+    assert len(plans) == 1
+
+
+def test_uniform_plans_to_beat() -> None:
+    uniform = uniform_allocations(ladder())
+    assert set(uniform) == {"fp16", "w8", "w4g64"}
+    assert uniform["w4g64"].damage == pytest.approx(10.0)
+    assert uniform["w4g64"].average_bits == pytest.approx(4.25)
+    assert uniform["fp16"].linear_bytes == 2 * 4 * 3 * 64 * 128
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no budget"),
+        ({"avg_bits": 4.0}, r"--avg-bits 4: the least possible with the schemes measured is 4.25 bits"),
+        ({"avg_bits": 5.0, "keep": [Keep("q_proj")]}, "the least possible with these --keep wishes is 16 bits"),
+        ({"max_bytes": 900}, r"--max-bytes 900: the least possible .* is 53224 bytes .* of which 1000 are"),
+        ({"avg_bits": 5.0, "keep": [Keep("lm_head")]}, "matches none of the 12 layers"),
+        ({"avg_bits": 9.0, "keep": [Keep("q_proj"), Keep("k_proj", "w8")]}, "wants fp16 for model.layers.0.qkv, .* w8"),
+        ({"avg_bits": 9.0, "keep": [Keep("q_proj", "w4g32")]}, "w4g32 was not measured for model.layers.0.qkv"),
+    ],
+)
+def test_impossible_wishes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QtoolError, match=message):
+        allocate(ladder(), **options)
+
+
+def test_the_least_possible_is_possible() -> None:
+    with pytest.raises(QtoolError) as refusal:
+        allocate(ladder(), max_bytes=900)
+    least = int(re.findall(r"is (\d+) bytes", str(refusal.value))[0])
+    assert allocate(ladder(), max_bytes=least).total_bytes == least
+
+
+def test_broken_keep_is_refused() -> None:
+    with pytest.raises(QtoolError, match="not a regular expression"):
+        Keep.parse("layers.(0")
+    with pytest.raises(QtoolError, match="unknown scheme 'w9z'"):
+        Keep.parse("layers.0=w9z")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
@@ -26,14 +28,18 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 _WRONG = 0.02  # relative difference from the dequantized product that no rounding explains
 
+_SHARED_BYTES = 220_000  # of an SM, for all its blocks
+
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured way to cut one product: microseconds, and the relative difference from the dequantized product."""
+    """One way to cut one product: microseconds (infinite where it failed), the relative difference from the
+    dequantized product, and why it must not be used (None: it may)."""
 
     choice: Choice
     microseconds: float
     difference: float
+    problem: str | None = None
 
 
 def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: bool) -> Iterator[SkinnyConfig]:
@@ -58,8 +64,10 @@ def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: boo
         if (split == 4 and tokens < 16) or (in_flight < 16 and steps > 1):
             continue
         for min_blocks in sorted({1, 16 // warps, 24 // warps} - {0}):
-            if registers + 32 < 65536 // (32 * warps * min_blocks):
-                yield SkinnyConfig(tiles, warps, split, prefetch, prefetch_x, min_blocks)
+            config = SkinnyConfig(tiles, warps, split, prefetch, prefetch_x, min_blocks)
+            fits = registers + 32 < 65536 // (32 * warps * min_blocks)
+            if fits and config.shared_bytes(8 * token_tiles) * min_blocks <= _SHARED_BYTES:
+                yield config
 
 
 def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
@@ -77,7 +85,7 @@ def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[Wid
         for min_blocks in sorted({1, 4 // warpgroups, 6 // warpgroups} - {0}):
             config = WideConfig(block_tokens, warpgroups, tiles, split, prefetch, min_blocks)
             limit = 65536 // (128 * warpgroups * min_blocks)
-            if registers + 24 < limit and config.shared_bytes * min_blocks <= 220_000:
+            if registers + 24 < limit and config.shared_bytes * min_blocks <= _SHARED_BYTES:
                 yield config
 
 
@@ -139,9 +147,7 @@ def random_weight(spec: LinearSpec, seed: int = 0) -> QuantizedWeight:
     return QuantizedWeight(codes, scale.half(), zero, scheme)
 
 
-def product_microseconds(
-    rounds: list[PackedWeight], x: torch.Tensor, spec: LinearSpec, choice: Choice, out: torch.Tensor
-) -> float:
+def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
     """Microseconds of one product by one choice over weights that take turns, activations ready as the kernel reads
     them (already int8 where the scheme says so)."""
     x = arrange_activations(x, rounds[0])
@@ -169,10 +175,10 @@ def tune(
         token_counts: of choice.BUCKETS.
 
     Returns:
-        choice.key → the measured candidates, fastest first.
+        choice.key → the measured candidates: the fastest that may be used first, those with a problem last.
 
     Raises:
-        QtoolError: a candidate computes something else than the dequantized product.
+        QtoolError: no candidate works.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
@@ -190,11 +196,23 @@ def tune(
         timings = []
         for done, choice in enumerate(tried):
             out.fill_(torch.nan)
-            microseconds = product_microseconds(rounds, x, spec, choice, out)
-            difference = float((out.float() - want.float()).norm() / want.float().norm())
-            if not difference < _WRONG:
-                raise QtoolError(f"{choice} is wrong for {spec}: relative difference {difference:.3g}")
-            timings.append(Timing(choice, microseconds, difference))
+            timings.append(_measure(rounds, x, spec, choice, out, want))
             progress(f"tune {key(spec, tokens)}", done + 1, len(tried))
-        found[key(spec, tokens)] = sorted(timings, key=lambda t: t.microseconds)
+        timings.sort(key=lambda t: (t.problem is not None, t.microseconds))
+        if timings[0].problem is not None:
+            raise QtoolError(f"no kernel multiplies {key(spec, tokens)} on this device: {timings[0].problem}")
+        found[key(spec, tokens)] = timings
     return found
+
+
+def _measure(
+    rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor, want: Tensor
+) -> Timing:
+    try:
+        microseconds = product_microseconds(rounds, x, spec, choice, out)
+    except QtoolError as error:
+        return Timing(choice, math.inf, math.nan, str(error))
+    # All rounds hold the same weight, so the last product left in `out` is the one wanted.
+    difference = float((out.float() - want.float()).norm() / want.float().norm())
+    problem = None if difference < _WRONG else f"relative difference {difference:.3g}"
+    return Timing(choice, microseconds, difference, problem)

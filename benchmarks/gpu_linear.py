@@ -1,0 +1,197 @@
+"""Quantized linear layers against the memory limit and against 16-bit cuBLAS, on one NVIDIA GPU.
+
+    python benchmarks/gpu_linear.py                 # the table
+    python benchmarks/gpu_linear.py --tune          # measure all cuts first; kept for this machine
+
+Method: the copy ceiling is measured first. Every product is replayed from a CUDA graph over weights that take turns
+and together exceed the L2 cache; medians. Inputs are fresh random numbers; the relative error is against the float64
+product of the dequantized weight (for int8 activations: with the activations rounded to int8). "share" is the packed
+weight's bytes over the time, over the copy ceiling. With --json or $OUT, all figures are written as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtool.quant.scheme import QuantScheme
+from qtool.runtime.kernels.cuda.choice import BUCKETS, Choice, bucket_of, choose, encode, save_tuned
+from qtool.runtime.kernels.cuda.layout import PackedWeight, pack_weight
+from qtool.runtime.kernels.cuda.linear import apply_choice
+from qtool.runtime.kernels.cuda.timing import copies, copy_ceiling, graph_microseconds
+from qtool.runtime.kernels.cuda.tuning import candidates, precompile, product_microseconds, random_weight, tune
+from qtool.runtime.kernels.interface import LinearSpec
+
+SHAPES = {  # name → (rows, cols)
+    "7B qkv": (12288, 4096),
+    "7B o": (4096, 4096),
+    "7B gate_up": (22016, 4096),
+    "7B down": (4096, 11008),
+    "8B qkv": (6144, 4096),
+    "8B gate_up": (28672, 4096),
+    "8B down": (4096, 14336),
+}
+MODES = {"w4a16": "w4g128", "w4a8": "w4g128a8", "w8a8": "w8a8", "w8a16": "w8"}
+Row = dict[str, object]
+
+
+def exact_product(x: Tensor, weight: Tensor, act_bits: int | None) -> Tensor:
+    """Float64 x @ weight.T, x rounded per token to int8 where the scheme does so. weight: [N, K] float32, exact."""
+    x = x.double()
+    if act_bits:
+        scale = x.abs().amax(dim=1, keepdim=True) / 127
+        x = (x / scale).round() * scale
+    parts = [x @ part.double().T for part in weight.split(4096)]
+    return torch.cat(parts, dim=1)
+
+
+def measure_mode(shape: str, mode: str, tokens: list[int], dtype: torch.dtype, ceiling: float) -> list[Row]:
+    """One row for each number of tokens."""
+    rows, cols = SHAPES[shape]
+    spec = LinearSpec(rows, cols, QuantScheme.parse(MODES[mode]), dtype=dtype)
+    weight = random_weight(spec, seed=int(time.time()))
+    device = weight.codes.device
+    packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
+    dense = weight.dequantize(torch.float32)
+    size = sum(t.numel() * t.element_size() for t in (packed.codes, packed.scales, packed.zeros))
+    rounds = [
+        PackedWeight(codes, scales, packed.zeros, packed.columns)
+        for codes, scales in copies((packed.codes, packed.scales))
+    ]
+    found: list[Row] = []
+    for count in tokens:
+        x = torch.randn(count, cols, device=device).to(dtype)
+        out = torch.full((count, rows), torch.nan, dtype=dtype, device=device)
+        choice = choose(spec, count, device)
+        microseconds = product_microseconds(rounds, x, spec, choice, out)
+        want = exact_product(x, dense, spec.scheme.act_bits)
+        row: Row = {
+            "shape": shape,
+            "mode": mode,
+            "tokens": count,
+            "microseconds": microseconds,
+            "bytes": size,
+            "gbs": size / microseconds / 1e3,
+            "share": size / microseconds / 1e3 / ceiling,
+            "choice": encode(choice),
+            "error": float((apply_choice(x, packed, spec, choice).double() - want).norm() / want.norm()),
+        }
+        if spec.scheme.act_bits and choice is not None:
+            row["microseconds_with_quantization"] = with_quantization(rounds, x, spec, choice)
+        found.append(row)
+    return found
+
+
+def with_quantization(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice) -> float:
+    """Microseconds of quantizing the activations and multiplying."""
+    return graph_microseconds(lambda i: apply_choice(x, rounds[i % len(rounds)], spec, choice), max(16, len(rounds)))
+
+
+def measure_dense(shape: str, tokens: list[int], dtype: torch.dtype) -> dict[int, float]:
+    """Microseconds of the 16-bit product."""
+    rows, cols = SHAPES[shape]
+    weights = copies((torch.randn(rows, cols, dtype=dtype, device="cuda") / cols**0.5,))
+    found = {}
+    for count in tokens:
+        x = torch.randn(count, cols, dtype=dtype, device="cuda")
+        found[count] = graph_microseconds(
+            lambda i, x=x: torch.nn.functional.linear(x, weights[i % len(weights)][0]), max(16, len(weights))
+        )
+    return found
+
+
+def tune_all(shapes: list[str], modes: list[str], tokens: list[int], dtype: torch.dtype) -> list[Row]:
+    """Measure all cuts, keep the best for this machine, return all timings."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    specs = {(s, m): LinearSpec(*SHAPES[s], QuantScheme.parse(MODES[m]), dtype=dtype) for s in shapes for m in modes}
+    buckets = [b for b in BUCKETS if b in {bucket_of(t) for t in tokens}]
+    start = time.time()
+    jobs = [(spec, b, choice) for spec in specs.values() for b in buckets for choice in candidates(spec, b, device)]
+    precompile(jobs, device)
+    print(f"compiled for {len(jobs)} candidates in {time.time() - start:.0f} s", flush=True)
+    best: dict[str, Choice] = {}
+    every: list[Row] = []
+    for (shape, mode), spec in specs.items():
+        for name, timings in tune(random_weight(spec), spec, buckets).items():
+            best[name] = timings[0].choice
+            for t in timings:
+                if t.problem is not None:
+                    print(f"left out: {name} {encode(t.choice)}: {t.problem}")
+            every += [{"key": name, "shape": shape, **asdict(t), "choice": encode(t.choice)} for t in timings]
+        torch.cuda.empty_cache()
+        print(f"tuned {shape} {mode}, {time.time() - start:.0f} s", flush=True)
+    save_tuned(torch.cuda.get_device_name(), best)
+    return every
+
+
+def show(rows: list[Row], dense: dict[tuple[str, int], float], shapes: list[str], tokens: list[int]) -> None:
+    """Print µs · share of the ceiling · times cuBLAS, one line for each shape and number of tokens."""
+    at = {(r["shape"], r["tokens"], r["mode"]): r for r in rows}
+    modes = list(dict.fromkeys(str(r["mode"]) for r in rows))
+    print(f"{'layer':11s} {'M':>4s} {'16-bit':>7s}" + "".join(f" | {m:^20s}" for m in modes))
+    for shape in shapes:
+        for count in tokens:
+            line = f"{shape:11s} {count:4d} {dense[shape, count]:7.2f}"
+            for mode in modes:
+                r = at[shape, count, mode]
+                us = float(str(r["microseconds"]))
+                share = float(str(r["share"]))
+                line += f" | {us:7.2f} {share:4.0%} {dense[shape, count] / us:5.2f}x"
+            print(line)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated")
+    parser.add_argument("--modes", default="w4a16,w4a8,w8a8", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64", help="numbers of tokens (M)")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--tune", action="store_true", help="measure all cuts first and keep the best")
+    parser.add_argument("--json", type=Path, help="where all figures go (default: $OUT/gpu_linear.json, if OUT is set)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        return 1
+    shapes, modes = args.shapes.split(","), args.modes.split(",")
+    tokens = [int(t) for t in args.tokens.split(",")]
+    dtype = getattr(torch, args.dtype)
+
+    ceiling = copy_ceiling(torch.device("cuda"))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}; copy ceiling {ceiling:.0f} GB/s")
+    timings = tune_all(shapes, modes, tokens, dtype) if args.tune else []
+    rows: list[Row] = []
+    dense: dict[tuple[str, int], float] = {}
+    for shape in shapes:
+        dense |= {(shape, m): us for m, us in measure_dense(shape, tokens, dtype).items()}
+        for mode in modes:
+            rows += measure_mode(shape, mode, tokens, dtype, ceiling)
+        torch.cuda.empty_cache()
+    show(rows, dense, shapes, tokens)
+    worst = max(rows, key=lambda r: float(str(r["error"])))
+    print(f"largest relative error {worst['error']:.2e} ({worst['shape']}, {worst['mode']}, M = {worst['tokens']})")
+
+    path = args.json or (Path(os.environ["OUT"]) / "gpu_linear.json" if os.environ.get("OUT") else None)
+    if path is not None:
+        for row in rows:
+            row["microseconds_16_bit"] = dense[str(row["shape"]), int(str(row["tokens"]))]
+        figures = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "ceiling_gbs": ceiling,
+            "rows": rows,
+            "tuning": timings,
+        }
+        path.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

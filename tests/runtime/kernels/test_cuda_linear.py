@@ -1,0 +1,306 @@
+"""The CUDA kernels against float64 products of the dequantized weight: schemes, shapes, tokens, types, cuts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.quant.errors import QtoolError
+from qtool.quant.scheme import PER_CHANNEL, QuantScheme
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import kernels
+from qtool.runtime.kernels.cuda.choice import Choice
+from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
+from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, pack_weight
+from qtool.runtime.kernels.cuda.linear import apply_choice
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig, quantize_activations
+from qtool.runtime.kernels.cuda.wide import WideConfig
+from qtool.runtime.kernels.interface import LinearSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure through the test's arguments
+# Relative error of the norm: rounding of the output to 11 or 8 bits, and where weights are scaled in 16 bits, of those.
+TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def make_weight(
+    rows: int, cols: int, scheme: QuantScheme, scale_dtype: torch.dtype = torch.float16, act_order: bool = False
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(SEED)
+    groups, levels = scheme.num_groups(cols), 1 << scheme.bits
+    sign = torch.randint(0, 2, (rows, groups), generator=generator) * 2 - 1
+    scale = sign * (torch.rand(rows, groups, generator=generator) + 0.5) / levels
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.randint(0, levels, (rows, groups), generator=generator, dtype=torch.uint8)
+    g_idx = None
+    if act_order:
+        g_idx = (torch.randperm(cols, generator=generator) * groups // cols).int()
+    codes = torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(codes, scale.to(scale_dtype), zero, scheme, g_idx)
+
+
+def as_int8(x: Tensor) -> Tensor:
+    """Float64 of x rounded per token to int8 with scale max |x| / 127."""
+    scale = x.double().abs().amax(dim=1, keepdim=True) / 127
+    return (x.double() / scale.clamp_min(1e-300)).round() * scale
+
+
+def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object) -> None:
+    scheme = weight.scheme
+    exact = as_int8(x) if scheme.act_bits else x.double()
+    want = exact @ weight.dequantize(torch.float64).to(x.device).T
+    error = y.double() - want
+    # A token whose value / scale lies on a half rounds either way: at most a few codes of one in 127.
+    tolerance = TOLERANCE[x.dtype] + (1e-3 if scheme.act_bits else 0.0)
+    assert float(error.norm() / want.norm()) < tolerance, (what, SEED)
+    assert float(error.abs().max() / want.pow(2).mean().sqrt()) < 12 * tolerance, (what, SEED)
+
+
+def run(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, choice: Choice) -> None:
+    rows, cols = weight.shape
+    spec = LinearSpec(rows, cols, weight.scheme, act_order=weight.g_idx is not None, dtype=dtype)
+    packed = pack_weight(weight, weight.scheme.act_bits or 16, device())
+    x = torch.randn(tokens, cols, device=device()).to(dtype)
+    poison = torch.full((tokens, rows), torch.nan, dtype=dtype, device=device())
+    del poison  # its memory is most likely the output's
+    check(apply_choice(x, packed, spec, choice), x, weight, (weight.scheme.name, rows, cols, tokens, dtype, choice))
+
+
+SCHEMES = [
+    QuantScheme(bits, group, symmetric, act_bits)
+    for bits in (4, 8)
+    for group in (32, 64, 128, PER_CHANNEL)
+    for symmetric in (True, False)
+    for act_bits in (None, 8)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_skinny_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    config = SkinnyConfig(2, 4, 2 if hopper() else 1, prefetch=1)
+    weight = make_weight(208, 1152, scheme)
+    for tokens in (1, 7, 8):
+        run(weight, tokens, dtype, config)
+    run(weight, 13, dtype, SkinnyConfig(1, 8, prefetch=2, prefetch_x=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_dequantized_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    for rows, cols in [(208, 1152), (37, 128), (1, 640)]:
+        weight = make_weight(rows, cols, scheme)
+        spec = LinearSpec(rows, cols, scheme, dtype=dtype)
+        packed = pack_weight(weight, scheme.act_bits or 16, device())
+        got = dequantize_rows(packed, spec, 0, packed.tiles)
+        assert torch.equal(got.cpu(), weight.dequantize(dtype))
+        for tokens in (1, 65):
+            run(weight, tokens, dtype, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
+def test_wide_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    if not hopper():
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    weight = make_weight(208, 1152, scheme)
+    for tokens in (1, 33, 64, 150):
+        run(weight, tokens, dtype, WideConfig(64, 2, split=3, prefetch=2, min_blocks=2))
+
+
+SKINNY_CUTS = [
+    SkinnyConfig(tiles, warps, split, prefetch, prefetch_x)
+    for tiles, warps, split, prefetch, prefetch_x in [
+        (1, 4, 1, 1, False),
+        (1, 16, 1, 4, True),
+        (2, 8, 1, 2, False),
+        (2, 8, 2, 4, True),
+        (4, 4, 4, 1, False),
+        (4, 16, 1, 2, False),
+    ]
+]
+
+
+@pytest.mark.parametrize("cut", SKINNY_CUTS, ids=str)
+@pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w8-asym"])
+def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
+    if cut.split > 1 and not hopper():
+        pytest.skip("clusters are Hopper's")
+    for rows, cols in [(2064, 1024), (48, 11008)]:
+        weight = make_weight(rows, cols, QuantScheme.parse(name))
+        for tokens in (1, 5, 16, 31, 64):
+            if cut.shared_bytes(tokens) < 200_000:
+                run(weight, tokens, torch.float16, cut)
+
+
+WIDE_CUTS = [
+    WideConfig(tokens, warpgroups, tiles, split, prefetch)
+    for tokens, warpgroups, tiles, split, prefetch in [
+        (32, 1, 1, 1, 4),
+        (32, 4, 1, 8, 2),
+        (64, 1, 2, 2, 3),
+        (64, 2, 1, 1, 1),
+        (64, 4, 1, 5, 2),
+        (128, 2, 1, 2, 2),
+    ]
+]
+
+
+@pytest.mark.parametrize("cut", WIDE_CUTS, ids=str)
+@pytest.mark.parametrize("name", ["w4g128", "w4g64-asym", "w8"])
+def test_wide_for_every_cut(name: str, cut: WideConfig) -> None:
+    if not hopper():
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    for rows, cols in [(2064, 1024), (48, 11008), (130, 128)]:
+        weight = make_weight(rows, cols, QuantScheme.parse(name))
+        for tokens in (2, 32, 47, 64, 129, 300):
+            run(weight, tokens, torch.float16, cut)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 64), (17, 64), (576, 576), (192, 576), (1000, 96), (33, 4160)])
+@pytest.mark.parametrize("name", ["w4g32", "w4g32-asym", "w4g32a8", "w8a8", "w8", "w4a8-asym"])
+def test_odd_shapes_through_the_interface(name: str, rows: int, cols: int) -> None:
+    (kernel,) = kernels()
+    weight = make_weight(rows, cols, QuantScheme.parse(name))
+    for dtype in (torch.float16, torch.bfloat16):
+        spec = LinearSpec(rows, cols, weight.scheme, dtype=dtype)
+        assert kernel.supports(spec, device()) is None
+        packed = kernel.pack(weight, spec, device())
+        for tokens in (0, 1, 3, 16, 40, 100, 513):
+            x = torch.randn(tokens, cols, device=device()).to(dtype)
+            y = kernel.apply(x, packed, spec)
+            assert y.shape == (tokens, rows)
+            if tokens:
+                check(y, x, weight, (name, rows, cols, tokens, dtype))
+
+
+def test_per_channel_columns_that_no_vector_divides() -> None:
+    weight = make_weight(50, 77, QuantScheme(8))
+    run(weight, 3, torch.float16, SkinnyConfig(1, 4, prefetch=1))
+    run(weight, 90, torch.float16, None)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [64, PER_CHANNEL])
+def test_scale_types(group: int, scale_dtype: torch.dtype) -> None:
+    weight = make_weight(64, 512, QuantScheme(4, group), scale_dtype)
+    for dtype in (torch.float16, torch.bfloat16):
+        run(weight, 4, dtype, SkinnyConfig(1, 4))
+        if hopper():
+            run(weight, 40, dtype, WideConfig(64, 1))
+
+
+@pytest.mark.parametrize("name", ["w4g64", "w4g128-asym", "w4g64a8"])
+def test_act_order(name: str) -> None:
+    weight = make_weight(64, 1024, QuantScheme.parse(name), act_order=True)
+    for tokens in (1, 16, 100):
+        run(weight, tokens, torch.float16, SkinnyConfig(2, 4) if tokens <= 64 else None)
+
+
+def test_groups_wider_than_the_kernels_own() -> None:
+    run(make_weight(64, 1024, QuantScheme(4, 256)), 4, torch.float16, SkinnyConfig(1, 4))
+
+
+def test_int8_activations_have_one_scale_a_token() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        size = torch.tensor([[1e-3], [1], [7], [300], [0]], device=device())
+        x = (torch.randn(5, 704, device=device()) * size).to(dtype)
+        codes, scales = quantize_activations(x)
+        assert torch.allclose(scales, x.float().abs().amax(dim=1) / 127, rtol=1e-6)
+        stored = codes.view(5, 704 // CHUNK_COLS, 4, 2, 8)  # chunk, t, h, j
+        natural = stored.transpose(2, 3).reshape(5, 704)
+        half_step = scales[:, None] * (0.5 + 1e-4)
+        assert bool(((natural.float() * scales[:, None] - x.float()).abs() <= half_step).all())
+        assert int(codes[4].abs().max()) == 0
+
+
+def test_products_are_captured_and_replayed() -> None:
+    (kernel,) = kernels()
+    for name in ("w4g128", "w8a8"):
+        weight = make_weight(256, 512, QuantScheme.parse(name))
+        spec = LinearSpec(256, 512, weight.scheme, dtype=torch.float16)
+        packed = kernel.pack(weight, spec, device())
+        for tokens in (1, 24, 64, 100):  # the last through cuBLAS
+            x = torch.zeros(tokens, 512, dtype=torch.float16, device=device())
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                kernel.apply(x, packed, spec)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = kernel.apply(x, packed, spec)
+            for _ in range(2):
+                x.copy_(torch.randn(tokens, 512))
+                y.fill_(torch.nan)
+                graph.replay()
+                check(y, x, weight, (name, tokens))
+
+
+def test_a_chain_of_overlapping_launches_reads_finished_inputs() -> None:
+    """Kernels start before the one ahead has finished (programmatic dependent launch): values must not show it."""
+    weight = make_weight(512, 512, QuantScheme(4, 128))
+    spec = LinearSpec(512, 512, weight.scheme, dtype=torch.float16)
+    packed = pack_weight(weight, 16, device())
+    dense = weight.dequantize(torch.float64).to(device())
+    x = torch.randn(4, 512, device=device()).half()
+    y, want = x, x.double()
+    for _ in range(20):
+        y = apply_choice(y, packed, spec, SkinnyConfig(1, 4))
+        y = (y.float() / y.float().norm()).half()
+        want = want @ dense.T
+        want = want / want.norm()
+    assert float((y.double() - want).norm()) < 0.02
+    a = apply_choice(x, packed, spec, SkinnyConfig(1, 4))
+    b = apply_choice(a, packed, spec, SkinnyConfig(1, 4))
+    c = apply_choice(b, packed, spec, SkinnyConfig(1, 4))
+    check(b, a, weight, "second")
+    check(c, b, weight, "third")
+
+
+def test_a_fresh_thread_may_launch() -> None:
+    weight = make_weight(64, 128, QuantScheme(4, 128))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run(weight, 2, torch.float16, SkinnyConfig(1, 4, prefetch=1))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+
+
+def test_wrong_inputs_are_refused() -> None:
+    (kernel,) = kernels()
+    weight = make_weight(32, 128, QuantScheme(4, 128))
+    spec = LinearSpec(32, 128, weight.scheme, dtype=torch.float16)
+    packed = kernel.pack(weight, spec, device())
+    for x in (
+        torch.zeros(2, 64, dtype=torch.float16, device=device()),
+        torch.zeros(2, 128, dtype=torch.bfloat16, device=device()),
+        torch.zeros(2, 128, dtype=torch.float16),
+    ):
+        with pytest.raises(QtoolError, match="expected"):
+            kernel.apply(x, packed, spec)
+    with pytest.raises(QtoolError, match="given to a kernel made for"):
+        kernel.pack(weight, LinearSpec(64, 128, weight.scheme), device())
+    assert PackedWeight(*packed).tiles == 2

@@ -111,6 +111,12 @@ def uniform_allocations(sensitivity: Sensitivity) -> dict[str, Allocation]:
     return found
 
 
+def best_uniform(uniform: Mapping[str, Allocation], linear_bytes: int) -> str | None:
+    """The name of the uniform plan of least damage among those no larger than `linear_bytes`; None: all are larger."""
+    fitting = [name for name, plan in uniform.items() if plan.linear_bytes <= linear_bytes]
+    return min(fitting, key=lambda name: (uniform[name].damage, name), default=None)
+
+
 def _damage_of(group: GroupSensitivity, scheme: str) -> float:
     return 0.0 if scheme == FLOAT else group.damage[scheme]
 

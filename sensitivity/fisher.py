@@ -1,10 +1,11 @@
 """The Fisher metric: the KL divergence that each error would cause, to second order, from one backward pass.
 
 For a small change δz of a position's logits, KL(p ‖ p') ≈ ½ δzᵀ(diag p − ppᵀ)δz. One random vector v with that
-covariance is drawn for every position and sent backward; g = ∂(Σ vᵀz)/∂y at a linear's output y then gives, for an error
-ΔY of that output, E[(Σ g·ΔY)²] = δzᵀ(diag p − ppᵀ)δz summed over positions. Products between different tokens of the
-linear are left out (their mean is small and their noise is not): the score is ½ Σ_tokens (g_t·ΔY_t)², in nats. Scoring by
-(g·ΔY)² is the idea of NVIDIA's Model-Optimizer (auto_quantize), there with labels from data and each output on its own.
+covariance is drawn for every position and sent backward; g = ∂(Σ vᵀz)/∂y at a linear's output y then gives, for an
+error ΔY of that output, E[(Σ g·ΔY)²] = δzᵀ(diag p − ppᵀ)δz summed over positions. Products between different tokens of
+the linear are left out (their mean is small and their noise is not): the score is ½ Σ_tokens (g_t·ΔY_t)², in nats.
+Scoring by (g·ΔY)² is the idea of NVIDIA's Model-Optimizer (auto_quantize), there with labels from data and each output
+on its own.
 """
 
 from __future__ import annotations

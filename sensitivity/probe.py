@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,14 +22,22 @@ from qtool.sensitivity.candidates import DEFAULT_SCHEMES, Group, candidate_group
 from qtool.sensitivity.fisher import fisher_damage
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
-Metric = Literal["fisher", "kl", "output", "weight"]
 Damage = dict[str, dict[str, float]]  # group name → scheme name → damage
 NUM_SEQUENCES, SEQ_LEN = 16, 512
+
+
+def check_request(schemes: Sequence[str], metric: str, device: str) -> None:
+    """Raise QtoolError for a scheme, metric or device that analyze() would refuse: before anything is fetched."""
+    if metric not in UNITS:
+        raise QtoolError(f"metric {metric!r} is not known: use one of {', '.join(UNITS)}")
+    parse_candidates(schemes)
+    resolve_device(device)
 
 
 def analyze(
     model: str | Path,
     *,
+    name: str | None = None,
     schemes: Sequence[str] = DEFAULT_SCHEMES,
     metric: str = "fisher",
     calibration: CalibrationSet | None = None,
@@ -41,6 +48,7 @@ def analyze(
 
     Args:
         model: folder, hub id or built-in name.
+        name: what to call the model in the result; None: `model` itself.
         schemes: candidates by name; group sizes that do not divide a layer's input are fitted.
         metric: `fisher` (gradient-weighted output error, one backward pass for all), `kl` (measured end to end, slow),
             `output` (relative error of the group's output) or `weight` (no data at all).
@@ -50,10 +58,8 @@ def analyze(
     Raises:
         QtoolError: an unknown metric or scheme, a model that cannot be read, is quantized or is not supported.
     """
-    if metric not in UNITS:
-        raise QtoolError(f"metric {metric!r} is not known: use one of {', '.join(UNITS)}")
-    candidates = parse_candidates(schemes)
-    place = resolve_device(device)
+    check_request(schemes, metric, device)
+    candidates, place = parse_candidates(schemes), resolve_device(device)
     folder = resolve_model(model, progress=progress)
     with Checkpoint(folder) as checkpoint:
         shapes = linear_shapes(checkpoint)
@@ -66,7 +72,7 @@ def analyze(
         }
         damage = measure[metric](walker, groups, progress)
         return Sensitivity(
-            model=str(model),
+            model=name or str(model),
             fingerprint=model_fingerprint(checkpoint),
             metric=metric,
             calibration={

@@ -1,11 +1,11 @@
 """Scales, zero points and codes: how a float weight becomes a QuantizedWeight, with the rounding of every stored part.
 
-A grid is chosen per row and group of columns. Its scales are rounded to the 16-bit dtype in which they are stored before
-any code is chosen, so that what is measured here is what a reader gets back. Zero is always representable.
+A grid is chosen per row and group of columns. Its scales are rounded to the 16-bit dtype in which they are stored
+before any code is chosen, so that what is measured here is what a reader gets back. Zero is always representable.
 
-Symmetric grids are those of GPTQ and compressed-tensors: step max/7.5 at 4 bits, codes 0 .. 15, zero fixed at 8. A signed
-grid maps the weight of largest magnitude to code 0, the lowest (step max/8, negative where that weight is positive), and
-so uses the sixteenth code as well.
+Symmetric grids are those of GPTQ and compressed-tensors: step max/7.5 at 4 bits, codes 0 .. 15, zero fixed at 8. A
+signed grid maps the weight of largest magnitude to code 0, the lowest (step max/8, negative where that weight is
+positive), and so uses the sixteenth code as well.
 """
 
 from __future__ import annotations
@@ -171,8 +171,9 @@ def _search(groups: Tensor, scheme: QuantScheme, search: GridSearch, metric: Ten
     return Grid(best.scale, None if best.zero is None else best.zero.to(torch.uint8))
 
 
-def _row_chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, _CHUNK.get(device.type, 1 << 22) // max(1, cols))
+def _row_chunks(weight: Tensor) -> Iterator[slice]:
+    rows, cols = weight.shape
+    step = max(1, _CHUNK.get(weight.device.type, 1 << 22) // max(1, cols))
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 
@@ -202,11 +203,7 @@ def find_grid(
     groups = _grouped(weight, scheme)
     if metric is not None:
         metric = metric.to(groups)
-    parts = [
-        _search(groups[rows], scheme, search, metric, scale_dtype)
-        for rows in _row_chunks(*weight.shape, weight.device)
-    ]
-    return concat_grids(parts)
+    return concat_grids([_search(groups[rows], scheme, search, metric, scale_dtype) for rows in _row_chunks(weight)])
 
 
 def quantize(weight: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedWeight:

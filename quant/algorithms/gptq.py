@@ -1,7 +1,7 @@
 """GPTQ: round one input column after another, and let the columns not yet rounded make up for the error.
 
-Frantar et al. 2022 (arXiv 2210.17323), with activation order and static groups: the grid of every group is fixed from the
-original weight, so columns can be taken in any order and the stored weight needs no index of groups.
+Frantar et al. 2022 (arXiv 2210.17323), with activation order and static groups: the grid of every group is fixed from
+the original weight, so columns can be taken in any order and the stored weight needs no index of groups.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def gptq(
     """Quantize `weight` [N, K] on `grid` against the inverse Hessian `factor` of its inputs.
 
     Rows do not interact: projections that share their input and scheme may be stacked and quantized together.
-    `block_size` is how many columns are finished before the rest is updated by one matrix product; it changes the speed
-    alone. Inputs that calibration never excited keep their weight rounded to nearest: there is nothing to weigh them by,
-    and at run time they may be excited.
+    `block_size` is how many columns are finished before the rest is updated by one matrix product: a matter of speed
+    alone. Inputs that calibration never excited keep their weight, rounded to nearest: there is nothing to weigh them
+    by, and at run time they may be excited.
     """
-    rows, cols = weight.shape
+    cols = weight.shape[1]
     group_size = cols // grid.scale.shape[1]
     groups = (factor.order // group_size).tolist()
     # transposed and in processing order: a column is contiguous   [K, N]

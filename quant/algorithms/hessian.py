@@ -92,8 +92,9 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
     raise QtoolError(f"{layer}: the Hessian stays singular at a damping of {_MAX_DAMPING}: use more calibration data")
 
 
-def output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
-    """‖ΔX‖ / ‖WX‖ over the calibration inputs, from the Hessian: the relative error of the layer's output."""
-    norm = float(((weight @ hessian) * weight).sum(dtype=torch.float64))
-    error = float(((delta @ hessian) * delta).sum(dtype=torch.float64))
-    return (max(error, 0.0) / norm) ** 0.5 if norm > 0 else 0.0
+
+def diagonal_blocks(hessian: Tensor, size: int) -> Tensor:
+    """[K, K] → [K/size, size, size]: each group's own block, the metric of a group-wise search."""
+    count = len(hessian) // size
+    index = torch.arange(count, device=hessian.device)
+    return hessian.view(count, size, count, size).transpose(1, 2)[index, index]

@@ -24,7 +24,8 @@ _INVERSE = tuple(_ORDER.index(i) for i in range(8))
 
 
 def _reorder(codes: Tensor, order: tuple[int, ...]) -> Tensor:
-    return codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
+    words = codes.reshape(*codes.shape[:-1], -1, 8)
+    return words[..., list(order)].reshape(codes.shape)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """compressed-tensors: qtool's own artifact format, read unmodified by transformers, vLLM and SGLang.
 
-`pack-quantized` (weight only) stores `weight_packed` int32 [N, ⌈K·b/32⌉], `weight_scale` [N, G], `weight_shape` [2] and,
-for asymmetric schemes, `weight_zero_point` int32 [⌈N·b/32⌉, G] packed along the rows. `int-quantized` (W8A8) stores
-`weight` int8 [N, K] and `weight_scale` [N, 1]. Which layer has which scheme is said by `config_groups` and `ignore`.
+`pack-quantized` (weight only) stores `weight_packed` int32 [N, ⌈K·b/32⌉], `weight_scale` [N, G], `weight_shape` [2]
+and, for asymmetric schemes, `weight_zero_point` int32 [⌈N·b/32⌉, G] packed along the rows. `int-quantized` (W8A8)
+stores `weight` int8 [N, K] and `weight_scale` [N, 1]. `config_groups` and `ignore` say which layer has which scheme.
 """
 
 from __future__ import annotations

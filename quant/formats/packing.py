@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import pad
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """[..., K] uint8 → [..., ⌈K·bits/32⌉] int32; element i lies at bit i·bits. The last word is filled with zeros."""
     per_word = 32 // bits
-    codes = F.pad(codes, (0, -codes.shape[-1] % per_word))
+    codes = pad(codes, (0, -codes.shape[-1] % per_word))
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return codes.contiguous().view(torch.int32)

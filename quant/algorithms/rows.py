@@ -1,0 +1,37 @@
+"""Rows of a weight are independent under every layer-wise objective: measure, compare, stack and split them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtool.quant.weight import QuantizedWeight
+
+
+def row_errors(delta: Tensor, hessian: Tensor) -> Tensor:
+    """[N] squared output error ΔHΔᵀ of every row of `delta` [N, K]."""
+    return ((delta @ hessian) * delta).sum(-1, dtype=torch.float64).clamp_min(0)
+
+
+def pick_rows(pick: Tensor, first: QuantizedWeight, second: QuantizedWeight) -> QuantizedWeight:
+    """Rows of `first` where `pick` [N] bool is true, of `second` elsewhere; both of one scheme."""
+    rows = pick[:, None]
+    zero = None
+    if first.zero is not None and second.zero is not None:
+        zero = torch.where(rows, first.zero, second.zero)
+    return QuantizedWeight(
+        codes=torch.where(rows, first.codes, second.codes),
+        scale=torch.where(rows, first.scale, second.scale),
+        zero=zero,
+        scheme=first.scheme,
+    )
+
+
+def split_rows(weight: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """The inverse of stacking: one weight for every size."""
+    lengths = list(sizes)
+    zeros = [None] * len(lengths) if weight.zero is None else torch.split(weight.zero, lengths)
+    parts = zip(torch.split(weight.codes, lengths), torch.split(weight.scale, lengths), zeros, strict=True)
+    return [QuantizedWeight(codes, scale, zero, weight.scheme) for codes, scale, zero in parts]

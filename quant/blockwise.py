@@ -1,0 +1,242 @@
+"""Quantize one decoder block: the steps between a block with its inputs and the tensors that are stored for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qtool.quant.algorithms.gptq import gptq
+from qtool.quant.algorithms.hessian import Hessian, InverseFactor, diagonal_blocks, invert
+from qtool.quant.algorithms.rows import pick_rows, row_errors, split_rows
+from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.calibration import Block
+from qtool.quant.channel_scales import group_layers, scale_channels
+from qtool.quant.numerics import GridSearch, check_finite, find_grid, quantize
+from qtool.quant.scheme import PER_CHANNEL, QuantScheme
+from qtool.quant.structure import LinearGroup, ModelStructure
+from qtool.quant.weight import QuantizedWeight
+
+Method = Literal["rtn", "gptq", "awq"]
+METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How layers are rounded.
+
+    Attributes:
+        method: rtn, gptq or awq.
+        grid: the search for scales, see numerics.find_grid.
+        damping: GPTQ's, as a share of mean(diag H).
+        act_order: GPTQ takes inputs by descending activation, on static groups.
+        block_size: GPTQ's columns per lazy update; changes speed alone.
+        scale_dtype: 16-bit dtype of stored scales.
+        head_dim: of attention, for the value → output edge.
+    """
+
+    method: Method
+    grid: GridSearch
+    scale_dtype: torch.dtype
+    damping: float = 0.01
+    act_order: bool = True
+    block_size: int = 128
+    head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What is known of one quantized layer.
+
+    Attributes:
+        relative_error: ‖(W − Q)X‖/‖WX‖ over the calibration inputs, or ‖W − Q‖/‖W‖ where there are none (`measured`).
+        rtn_error: the same for plain rounding to nearest on the minmax grid.
+        damping: what GPTQ's Hessian needed; None for the other methods.
+        dead_inputs: inputs that calibration never excited.
+        rtn_rows: rows that kept plain rounding because it was better there.
+        awq_ratio: exponent of the chosen channel scales; None: no scaling.
+        seconds: time of rounding and search, shared evenly among layers quantized together.
+    """
+
+    scheme: str
+    measured: Literal["output", "weight"]
+    relative_error: float
+    rtn_error: float
+    damping: float | None = None
+    dead_inputs: int = 0
+    rtn_rows: int = 0
+    awq_ratio: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class BlockResult:
+    """Weights and records by layer, and the 16-bit tensors that had to change, by their stored names."""
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    records: dict[str, LayerRecord] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass early: what was wanted of it has been seen."""
+
+
+def capture_inputs(block: Block, layer: str, on_input: Callable[[Tensor], None]) -> None:
+    """Run the block's inputs up to `layer`; call `on_input` with its input [tokens, in_features] for each batch."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        on_input(args[0].reshape(-1, args[0].shape[-1]))
+        raise _ReachedError
+
+    handle = block.linears[layer].register_forward_pre_hook(hook)
+    try:
+        for inputs in block.inputs:
+            try:
+                block.run(inputs)
+            except _ReachedError:
+                continue
+    finally:
+        handle.remove()
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A rounded weight [N, K] and, per row ([N] float64), its squared output error, plain rounding's, and WHWᵀ."""
+
+    weight: QuantizedWeight
+    error: Tensor
+    rtn_error: Tensor
+    norm: Tensor
+    kept_rtn: Tensor  # [N] bool: rows where plain rounding was better and stays
+
+
+def _grid_metric(hessian: Tensor, scheme: QuantScheme, method: Method) -> Tensor:
+    """What the grid search minimises: GPTQ makes up for correlated errors later, so there the diagonal alone counts."""
+    if scheme.group_size == PER_CHANNEL:
+        return hessian.diagonal()[None]
+    if method == "gptq":
+        return hessian.diagonal().reshape(-1, scheme.group_size)
+    return diagonal_blocks(hessian, scheme.group_size)
+
+
+def round_weight(
+    weight: Tensor, scheme: QuantScheme, hessian: Tensor, factor: InverseFactor | None, settings: Settings
+) -> Rounded:
+    """Round `weight` [N, K] against the `hessian` of its inputs: by GPTQ where a `factor` is given, else to the nearest
+    code of the searched grid. No row comes out worse than by plain rounding on the minmax grid.
+    """
+    metric = _grid_metric(hessian, scheme, settings.method) if settings.grid == "mse" else None
+    grid = find_grid(weight, scheme, settings.grid, metric=metric, scale_dtype=settings.scale_dtype)
+    if factor is None:
+        found = quantize(weight, grid, scheme)
+    else:
+        found = gptq(weight, factor, grid, scheme, block_size=settings.block_size)
+    plain = rtn(weight, scheme, scale_dtype=settings.scale_dtype)
+    error = row_errors(weight - found.dequantize(), hessian)
+    rtn_error = row_errors(weight - plain.dequantize(), hessian)
+    kept = rtn_error < error
+    return Rounded(
+        weight=pick_rows(kept, plain, found),
+        error=torch.minimum(error, rtn_error),
+        rtn_error=rtn_error,
+        norm=row_errors(weight, hessian),
+        kept_rtn=kept,
+    )
+
+
+def _relative(error: Tensor, norm: Tensor) -> float:
+    """√(Σ error / Σ norm); 0 where the layer's output is zero."""
+    total = float(norm.sum())
+    return (float(error.sum()) / total) ** 0.5 if total > 0 else 0.0
+
+
+def round_group(
+    block: Block,
+    group: LinearGroup,
+    schemes: Mapping[str, QuantScheme | None],
+    settings: Settings,
+    result: BlockResult,
+    ratio: float | None = None,
+) -> None:
+    """Quantize the layers of `group` on inputs captured now, and leave the dequantized weights in the block.
+
+    Raises:
+        QtoolError: NaN or infinite activations, a Hessian that no damping makes regular; names the layer.
+    """
+    layers = [name for name in group_layers(block, group) if schemes[name] is not None]
+    if not layers:
+        return
+    started = time.perf_counter()
+    running = Hessian(block.linears[layers[0]].in_features, block.linears[layers[0]].weight.device)
+    capture_inputs(block, layers[0], running.add)
+    hessian = running.matrix()
+    check_finite(hessian, f"layer {layers[0]}: the Hessian of its calibration inputs")
+    factor = None
+    if settings.method == "gptq":
+        factor = invert(hessian, damping=settings.damping, act_order=settings.act_order, layer=f"layer {layers[0]}")
+        if factor.damping > settings.damping:
+            result.notes.append(f"{', '.join(layers)}: singular Hessian, damping raised to {factor.damping:g}")
+    dead = int((hessian.diagonal() <= 0).sum())
+    if dead:
+        result.notes.append(f"{', '.join(layers)}: {dead} inputs that calibration never excited, rounded to nearest")
+    for scheme in dict.fromkeys(s for s in (schemes[name] for name in layers) if s is not None):
+        same = [name for name in layers if schemes[name] == scheme]
+        sizes = [block.linears[name].out_features for name in same]
+        stacked = torch.cat([block.linears[name].weight.data for name in same])
+        rounded = round_weight(stacked, scheme, hessian, factor, settings)
+        seconds = (time.perf_counter() - started) / len(same)
+        started = time.perf_counter()
+        per_row = (rounded.error, rounded.rtn_error, rounded.norm, rounded.kept_rtn)
+        parts = zip(same, split_rows(rounded.weight, sizes), *(torch.split(t, sizes) for t in per_row), strict=True)
+        for name, weight, error, rtn_error, norm, kept in parts:
+            result.weights[name] = weight
+            result.records[name] = LayerRecord(
+                scheme=scheme.name,
+                measured="output",
+                relative_error=_relative(error, norm),
+                rtn_error=_relative(rtn_error, norm),
+                damping=None if factor is None else factor.damping,
+                dead_inputs=dead,
+                rtn_rows=int(kept.sum()),
+                awq_ratio=ratio,
+                seconds=seconds,
+            )
+            block.linears[name].weight.data = weight.dequantize()
+
+
+# --- one block -------------------------------------------------------------------------------------------------------
+
+
+def quantize_block(
+    block: Block, structure: ModelStructure, schemes: Mapping[str, QuantScheme | None], settings: Settings
+) -> BlockResult:
+    """Quantize the linears of `block` group by group, each on inputs that the groups before it already changed.
+
+    The block is left with the dequantized weights, so that its outputs are the quantized model's.
+
+    Raises:
+        QtoolError: NaN or infinite activations, or a Hessian that no damping makes regular; names the layer.
+    """
+    result = BlockResult()
+    ratios: dict[str, float | None] = {}
+    with torch.no_grad():
+        if settings.method == "awq":
+            scaled = scale_channels(block, structure, schemes, head_dim=settings.head_dim, dtype=settings.scale_dtype)
+            ratios = scaled.ratios
+            result.changed.update(scaled.changed)
+            result.notes.extend(scaled.notes)
+            for name, linear in block.linears.items():
+                if schemes[name] is None:  # may feed a scaled group, and is stored as it now is
+                    result.changed[f"{name}.weight"] = linear.weight.data.to(settings.scale_dtype)
+        for group in structure.groups:
+            round_group(block, group, schemes, settings, result, ratios.get(group.kind))
+    return result

@@ -1,0 +1,213 @@
+"""AWQ's channel scales on one decoder block: gather statistics, search, fold the scales into their source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.quant.algorithms.awq import absorb_into_norm, repeated_channels, search_scale
+from qtool.quant.algorithms.hessian import Hessian
+from qtool.quant.algorithms.rows import row_errors
+from qtool.quant.calibration import Block
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.structure import LinearGroup, ModelStructure
+
+LOSS_TOKENS = 2048  # calibration tokens on which the search runs the consumer
+
+
+@dataclass(frozen=True)
+class ScaledBlock:
+    """What scaling did to a block.
+
+    Attributes:
+        ratios: exponent chosen for each kind of group; None: the identity was best.
+        changed: norms and biases that now differ, in their stored dtype, by the name under which they are stored.
+        notes: groups that were left as they are, and why.
+    """
+
+    ratios: dict[str, float | None]
+    changed: dict[str, Tensor]
+    notes: list[str]
+
+
+def group_layers(block: Block, group: LinearGroup) -> list[str]:
+    """Full names of the group's linears in this block."""
+    return [f"{block.name}.{member}" for member in group.members]
+
+
+class _InputStatistics:
+    """Mean |x| per input channel, and the Hessian where the layer itself is the consumer."""
+
+    def __init__(self, features: int, device: torch.device, with_hessian: bool) -> None:
+        self._total = torch.zeros(features, device=device)
+        self._tokens = 0
+        self.hessian = Hessian(features, device) if with_hessian else None
+
+    def add(self, x: Tensor) -> None:
+        self._total += x.abs().sum(0)
+        self._tokens += len(x)
+        if self.hessian is not None:
+            self.hessian.add(x)
+
+    def mean(self) -> Tensor:
+        return self._total / max(1, self._tokens)
+
+
+def _consumer_calls(block: Block, names: set[str]) -> dict[str, list[_Call]]:
+    """The calls that the block makes to its modules `names` on a few batches: arguments and outputs."""
+    calls: dict[str, list[_Call]] = {name: [] for name in names}
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            calls[name].append(_Call(args, kwargs, _first(output)))
+
+        return keep
+
+    handles = [block.module.get_submodule(n).register_forward_hook(hook(n), with_kwargs=True) for n in names]
+    try:
+        for inputs in _spread(block.inputs, LOSS_TOKENS):
+            block.run(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+def _first(output: Any) -> Tensor:
+    result: Tensor = output[0] if isinstance(output, tuple) else output
+    return result
+
+
+def _spread(batches: list[Tensor], tokens: int) -> list[Tensor]:
+    """Batches evenly spaced over all, enough for `tokens`."""
+    each = batches[0].shape[0] * batches[0].shape[1]
+    count = min(len(batches), -(-tokens // each))
+    return [batches[i * len(batches) // count] for i in range(count)]
+
+
+def _consumer_loss(module: nn.Module, linears: list[nn.Linear], calls: list[_Call], stand_ins: list[Tensor]) -> float:
+    """Squared output error of the consumer with `stand_ins` for the weights of `linears`."""
+    originals = [linear.weight.data for linear in linears]
+    try:
+        for linear, stand_in in zip(linears, stand_ins, strict=True):
+            linear.weight.data = stand_in
+        return sum(float((_first(module(*c.args, **c.kwargs)) - c.output).square().sum()) for c in calls)
+    finally:
+        for linear, original in zip(linears, originals, strict=True):
+            linear.weight.data = original
+
+
+def scale_channels(
+    block: Block,
+    structure: ModelStructure,
+    schemes: Mapping[str, QuantScheme | None],
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> ScaledBlock:
+    """Apply AWQ's channel scales to the block, in place.
+
+    Groups whose source cannot absorb a scale, or of which some member stays in 16 bits, are left as they are, and that
+    is noted. `head_dim` is that of attention, for the edge from values to the output projection; `dtype` the 16-bit
+    dtype of scales and norms.
+    """
+    done = ScaledBlock({}, {}, [])
+    groups = [g for g in structure.groups if all(schemes[n] is not None for n in group_layers(block, g))]
+    statistics: dict[str, _InputStatistics] = {}
+    for group in groups:
+        linear = block.linears[group_layers(block, group)[0]]
+        alone = group.consumer in group.members
+        statistics[group_layers(block, group)[0]] = _InputStatistics(linear.in_features, linear.weight.device, alone)
+    block.capture(statistics, lambda name, x: statistics[name].add(x))
+    calls = _consumer_calls(block, {g.consumer for g in groups if g.consumer not in g.members})
+
+    for group in groups:
+        layers = group_layers(block, group)
+        linears = [block.linears[name] for name in layers]
+        stats = statistics[layers[0]]
+        edge = _absorbing(block, group, head_dim)
+        if edge is None:
+            done.notes.append(f"{', '.join(layers)}: nothing before them can absorb channel scales, none applied")
+            continue
+        weights = [linear.weight.data for linear in linears]
+        if stats.hessian is None:
+            module = block.module.get_submodule(group.consumer)
+            loss = partial(_consumer_loss, module, linears, calls[group.consumer])
+        else:
+            loss = partial(_linear_loss, weights[0], stats.hessian.matrix())
+        found = search_scale(
+            stats.mean(),
+            weights,
+            [s for s in (schemes[n] for n in layers) if s is not None],
+            loss,
+            spread=edge.spread,
+            scale_dtype=dtype,
+        )
+        done.ratios[group.kind] = found.ratio
+        if found.ratio is not None:
+            _fold(edge, found.scale, linears, structure.norm_offset, dtype, done.changed)
+    return done
+
+
+def _linear_loss(weight: Tensor, hessian: Tensor, stand_ins: list[Tensor]) -> float:
+    return float(row_errors(stand_ins[0] - weight, hessian).sum())
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """What produces a group's input: its full name, module, and which of its outputs each input is (None: the same)."""
+
+    name: str
+    module: nn.Module
+    spread: Tensor | None
+
+
+def _absorbing(block: Block, group: LinearGroup, head_dim: int) -> _Edge | None:
+    """The edge over which `group` can be scaled; None where there is none."""
+    if group.source is None:
+        return None
+    module = block.module.get_submodule(group.source)
+    inputs = block.linears[group_layers(block, group)[0]].in_features
+    name = f"{block.name}.{group.source}"
+    if not isinstance(module, nn.Linear) or module.out_features == inputs:
+        return _Edge(name, module, None)
+    spread = repeated_channels(module.out_features, inputs, head_dim)
+    return None if spread is None else _Edge(name, module, spread.to(module.weight.device))
+
+
+def _fold(
+    edge: _Edge,
+    scale: Tensor,
+    linears: list[nn.Linear],
+    norm_offset: float,
+    dtype: torch.dtype,
+    changed: dict[str, Tensor],
+) -> None:
+    """Multiply `scale` into the linears' inputs and divide it out of their source."""
+    source = edge.module
+    if isinstance(source, nn.Linear):
+        source.weight.data = source.weight.data / scale[:, None]
+        if source.bias is not None:
+            stored = (source.bias.data / scale).to(dtype)
+            source.bias.data = stored.to(source.bias.dtype)
+            changed[f"{edge.name}.bias"] = stored
+    else:
+        weight = source.get_parameter("weight")
+        stored, scale = absorb_into_norm(weight.data, scale, norm_offset, dtype)
+        weight.data = stored.to(weight.dtype)
+        changed[f"{edge.name}.weight"] = stored
+    wide = scale if edge.spread is None else scale[edge.spread]
+    for linear in linears:
+        linear.weight.data = linear.weight.data * wide

@@ -1,0 +1,336 @@
+"""A 16-bit model folder in, a quantized one out: plan, refuse early, go block by block, write beside and rename."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool._version import __version__
+from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.artifact import RECORD, ArtifactWriter, check_space, check_target, companion_files
+from qtool.quant.blockwise import METHODS, BlockResult, LayerRecord, Method, Settings, quantize_block
+from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.device import resolve_device
+from qtool.quant.errors import QtoolError
+from qtool.quant.fingerprint import model_fingerprint
+from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
+from qtool.quant.hub import resolve_model
+from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
+from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
+from qtool.quant.structure import ModelStructure, linear_shapes, structure_of
+
+RUN_RECORD = "qtool_run.json"
+DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
+DEFAULT_GRID: Mapping[Method, GridSearch] = {"rtn": "minmax", "gptq": "mse", "awq": "mse"}
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What a run did.
+
+    Attributes:
+        out: the artifact's folder.
+        plan: layer → scheme.
+        layers: layer → record, in model order; 16-bit layers are not among them.
+        notes: everything a user should know of it: groups made smaller, damping raised, scales not applied.
+        average_bits: bits per weight over the planned linears, scales and zero points counted.
+        source_bytes, artifact_bytes: weight files before and after.
+        seconds: wall time.
+    """
+
+    out: Path
+    plan: QuantPlan
+    layers: dict[str, LayerRecord]
+    notes: tuple[str, ...]
+    average_bits: float
+    source_bytes: int
+    artifact_bytes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "average_bits": self.average_bits,
+            "source_bytes": self.source_bytes,
+            "artifact_bytes": self.artifact_bytes,
+            "seconds": self.seconds,
+            "plan": {name: scheme_name(s) for name, s in self.plan.layers.items()},
+            "layers": {name: asdict(record) for name, record in self.layers.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, checked: nothing of it can be refused any more but for the weights themselves."""
+
+    checkpoint: Checkpoint
+    structure: ModelStructure
+    shapes: Mapping[str, tuple[int, int]]
+    plan: QuantPlan
+    settings: Settings
+    writer: QuantWriter
+    format: str
+    notes: tuple[str, ...]
+
+
+def _summarize(notes: Mapping[str, str]) -> tuple[str, ...]:
+    """One line for each distinct note, with how many layers it concerns."""
+    counts = Counter(notes.values())
+    first = {note: layer for layer, note in reversed(list(notes.items()))}
+    return tuple(f"{count} layers (first {first[note]}): {note}" for note, count in counts.items())
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    *,
+    scheme: QuantScheme | None = None,
+    plan: QuantPlan | None = None,
+    method: Method = "gptq",
+    grid: GridSearch | None = None,
+    format: FormatName = "compressed-tensors",
+) -> Job:
+    """Decide how every layer is quantized; refuse what cannot be done. Reads no weights.
+
+    Raises:
+        QtoolError: a checkpoint that is quantized already, an unsupported architecture, neither or both of scheme and
+            plan, a plan of other layers, a group that nothing divides, a plan that the format cannot hold.
+    """
+    if read_quantization_config(checkpoint) is not None:
+        raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
+    if method not in METHODS:
+        raise QtoolError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    if grid is not None and grid not in GRID_SEARCHES:
+        raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
+    if (scheme is None) == (plan is None):
+        raise QtoolError("give either one scheme for all layers or a plan, not both and not neither")
+    structure = structure_of(checkpoint.config)
+    shapes = linear_shapes(checkpoint)
+    notes: dict[str, str] = {}
+    if plan is None:
+        assert scheme is not None
+        plan, notes = uniform_plan(shapes, scheme)
+    check_covers(plan, shapes)
+    for name, own in plan.layers.items():
+        if own is not None:
+            try:
+                own.num_groups(shapes[name][1])
+            except QtoolError as error:
+                raise QtoolError(f"the plan's layer {name}: {error}") from None
+    if not plan.schemes():
+        raise QtoolError("the plan leaves every layer in 16 bits: there is nothing to quantize")
+    out_format = writer(format)
+    out_format.check_plan(plan, shapes)
+    ordered = QuantPlan({name: plan[name] for name in shapes})
+    dtype = checkpoint.tensor(f"{next(iter(shapes))}.weight").dtype
+    config = checkpoint.config
+    settings = Settings(
+        method=method,
+        grid=grid or DEFAULT_GRID[method],
+        scale_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float16,
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
+    )
+    return Job(checkpoint, structure, shapes, ordered, settings, out_format, format, _summarize(notes))
+
+
+def artifact_bytes(job: Job) -> int:
+    """Bytes that the artifact will take on disk, from shapes alone; files copied along are counted."""
+    planned = job.plan.num_bytes(job.shapes)
+    kept = 0
+    for name in _kept_names(job):
+        tensor = job.checkpoint.tensor(name)  # a memory map: nothing is read
+        kept += tensor.numel() * tensor.element_size()
+    extra = 256 * len(job.checkpoint.names())  # headers
+    if job.format != "compressed-tensors":  # these store zero points and group indices always
+        extra += sum(4 * cols + rows * cols // 32 for rows, cols in job.shapes.values())
+    return planned + kept + extra + sum(p.stat().st_size for p in companion_files(job.checkpoint.folder))
+
+
+def _kept_names(job: Job) -> list[str]:
+    """Tensors that stay in 16 bits. A tied head that is stored all the same is left out."""
+    replaced = {f"{name}.weight" for name, scheme in job.plan.layers.items() if scheme is not None}
+    if job.structure.tied_head and f"{job.structure.embed}.weight" in job.checkpoint:
+        replaced.add(f"{job.structure.head}.weight")
+    return [name for name in job.checkpoint.names() if name not in replaced]
+
+
+def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None:
+    """Raise QtoolError naming the first tensor that holds NaN or infinity."""
+    names = checkpoint.names()
+    for i, name in enumerate(names):
+        tensor = checkpoint.tensor(name)
+        if tensor.is_floating_point():
+            check_finite(tensor, f"{checkpoint.folder}: tensor {name}")
+        progress("check weights", i + 1, len(names))
+
+
+def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
+    """Round every block to nearest, straight from the checkpoint."""
+    for index in range(job.structure.num_blocks):
+        result = BlockResult()
+        for name, scheme in _block_schemes(job, index).items():
+            if scheme is None:
+                continue
+            started = time.perf_counter()
+            weight = job.checkpoint.tensor(f"{name}.weight").to(device, torch.float32)
+            plain = rtn(weight, scheme, scale_dtype=job.settings.scale_dtype)
+            chosen = plain
+            if job.settings.grid != "minmax":
+                chosen = rtn(weight, scheme, search=job.settings.grid, scale_dtype=job.settings.scale_dtype)
+            result.weights[name] = chosen
+            result.records[name] = LayerRecord(
+                scheme=scheme.name,
+                measured="weight",
+                relative_error=weight_error(weight, chosen.dequantize()),
+                rtn_error=weight_error(weight, plain.dequantize()),
+                seconds=time.perf_counter() - started,
+            )
+        yield result
+
+
+def _calibrated_blocks(job: Job, calibration: CalibrationSet, device: torch.device) -> Iterator[BlockResult]:
+    """Quantize every block on the activations of the quantized blocks before it."""
+    walker = BlockWalker(job.checkpoint, calibration.tokens, device=device)
+    for block in walker:
+        yield quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings)
+
+
+def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
+    prefix = f"{job.structure.block_name(index)}."
+    return {name: scheme for name, scheme in job.plan.layers.items() if name.startswith(prefix)}
+
+
+def _record(job: Job, model: str, calibration: CalibrationSet | None, seed: int, notes: list[str],
+            layers: Mapping[str, LayerRecord]) -> dict[str, Any]:
+    """qtool.json: how the artifact came about. Times are not in it, so that the same run gives the same bytes."""
+    return {
+        "qtool_version": __version__,
+        "source": {
+            "model": model,
+            "model_type": job.structure.model_type,
+            "fingerprint": model_fingerprint(job.checkpoint),
+            "weight_bytes": job.checkpoint.num_bytes(),
+        },
+        "method": job.settings.method,
+        "grid": job.settings.grid,
+        "damping": job.settings.damping if job.settings.method == "gptq" else None,
+        "format": job.format,
+        "seed": seed,
+        "calibration": None if calibration is None else {
+            "source": calibration.source,
+            "num_sequences": calibration.tokens.shape[0],
+            "seq_len": calibration.tokens.shape[1],
+            "fingerprint": calibration.fingerprint,
+        },
+        "average_bits": job.plan.average_bits(job.shapes),
+        "plan": {name: scheme_name(s) for name, s in job.plan.layers.items()},
+        "layers": {n: {k: v for k, v in asdict(r).items() if k != "seconds"} for n, r in layers.items()},
+        "notes": notes,
+    }
+
+
+def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tensor]:
+    """All tensors of one block as they are stored."""
+    stored: dict[str, Tensor] = {}
+    prefix = f"{job.structure.block_name(index)}."
+    for name in _kept_names(job):
+        if name.startswith(prefix):
+            original = job.checkpoint.tensor(name)
+            stored[name] = result.changed.get(name, original).to(original.dtype)
+    for layer, weight in result.weights.items():
+        stored.update(job.writer.tensors(layer, weight.to("cpu")))
+    return stored
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    scheme: QuantScheme | None = None,
+    plan: QuantPlan | None = None,
+    method: Method = "gptq",
+    calibration: CalibrationSet | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    grid: GridSearch | None = None,
+    format: FormatName = "compressed-tensors",
+    overwrite: bool = False,
+    progress: ProgressFn = silent,
+) -> QuantizeReport:
+    """Quantize the linears of a model's blocks and write the result as a model folder.
+
+    Args:
+        model: folder, hub id or built-in name of a 16-bit model.
+        out: the folder to make. It appears when it is complete; after an error or Ctrl-C nothing is left.
+        scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
+        plan: a scheme for each layer. One of the two.
+        method: rtn (needs no calibration), gptq or awq.
+        calibration: what gptq and awq are calibrated on; None: 32 × 512 tokens of the Python standard library.
+        device: auto, cpu, cuda or cuda:N.
+        seed: of the default calibration set; recorded.
+        grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
+        format: compressed-tensors, or gptq or awq for uniform plans.
+        overwrite: replace `out` where it exists; the old folder goes when the new one is complete.
+
+    Raises:
+        QtoolError: a wrong argument, a model or plan that does not fit, NaN or infinite weights, too little disk
+            space: all before work begins. Activations that overflow, later.
+    """
+    started = time.perf_counter()
+    target = Path(out)
+    check_target(target, overwrite=overwrite)
+    on = resolve_device(device)
+    folder = resolve_model(model, progress=progress)
+    with Checkpoint(folder) as checkpoint:
+        job = prepare(checkpoint, scheme=scheme, plan=plan, method=method, grid=grid, format=format)
+        check_space(target, artifact_bytes(job))
+        if method == "rtn":
+            calibration = None
+        elif calibration is None:
+            calibration = calibration_set(
+                folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed
+            )
+        check_weights(checkpoint, progress)
+        blocks = _rtn_blocks(job, on) if calibration is None else _calibrated_blocks(job, calibration, on)
+        notes = [*job.notes, *(() if calibration is None else calibration.notes)]
+        layers: dict[str, LayerRecord] = {}
+        with ArtifactWriter(target) as artifact:
+            artifact.add({
+                name: checkpoint.tensor(name)
+                for name in _kept_names(job)
+                if not name.startswith(f"{job.structure.blocks}.")
+            })
+            stage = f"quantize ({method})"
+            for index, result in enumerate(blocks):
+                artifact.add(_block_tensors(job, index, result))
+                layers.update(result.records)
+                notes.extend(result.notes)
+                progress(stage, index + 1, job.structure.num_blocks)
+            config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+            section = job.writer.quantization_config(job.plan, job.structure.head)
+            artifact.write_json("config.json", {**config, "quantization_config": section})
+            artifact.copy(companion_files(folder))
+            artifact.write_json(RECORD, _record(job, str(model), calibration, seed, notes, layers))
+            seconds = time.perf_counter() - started
+            run = {"seconds": seconds, "device": str(on), "layers": {n: r.seconds for n, r in layers.items()}}
+            artifact.write_json(RUN_RECORD, run)
+        source_bytes = checkpoint.num_bytes()
+    return QuantizeReport(
+        out=target,
+        plan=job.plan,
+        layers=layers,
+        notes=tuple(notes),
+        average_bits=job.plan.average_bits(job.shapes),
+        source_bytes=source_bytes,
+        artifact_bytes=sum(p.stat().st_size for p in target.glob("*.safetensors")),
+        seconds=seconds,
+    )

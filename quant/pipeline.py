@@ -264,6 +264,7 @@ def quantize(
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     overwrite: bool = False,
+    source: str | None = None,
     progress: ProgressFn = silent,
 ) -> QuantizeReport:
     """Quantize the linears of a model's blocks and write the result as a model folder.
@@ -279,6 +280,7 @@ def quantize(
         seed: of the default calibration set; recorded.
         grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
         format: compressed-tensors, or gptq or awq for uniform plans.
+        source: what qtool.json names as the model; None: `model` as given.
         overwrite: replace `out` where it exists; the old folder goes when the new one is complete.
 
     Raises:
@@ -319,7 +321,7 @@ def quantize(
             section = job.writer.quantization_config(job.plan, job.structure.head)
             artifact.write_json("config.json", {**config, "quantization_config": section})
             artifact.copy(companion_files(folder))
-            artifact.write_json(RECORD, _record(job, str(model), calibration, seed, notes, layers))
+            artifact.write_json(RECORD, _record(job, source or str(model), calibration, seed, notes, layers))
             seconds = time.perf_counter() - started
             run = {"seconds": seconds, "device": str(on), "layers": {n: r.seconds for n, r in layers.items()}}
             artifact.write_json(RUN_RECORD, run)

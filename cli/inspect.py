@@ -1,0 +1,93 @@
+"""qtool inspect: what is in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qtool.cli.common import Json, Model, Quiet, Reporter
+
+
+def index_ranges(indices: Sequence[int]) -> str:
+    """`0-3, 7, 9-12` for sorted numbers."""
+    parts: list[list[int]] = []
+    for i in indices:
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def folded(schemes: dict[str, str], blocks: str) -> list[tuple[str, str, str]]:
+    """(module, scheme, blocks as ranges), for layers `{blocks}.{i}.{module}`."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for layer, scheme in schemes.items():
+        index, _, module = layer.removeprefix(f"{blocks}.").partition(".")
+        found.setdefault((module, scheme), []).append(int(index))
+    return [(module, scheme, index_ranges(sorted(indices))) for (module, scheme), indices in found.items()]
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """qtool.json, where there is one that can be read."""
+    path = folder / "qtool.json"
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> None:
+    """Show what MODEL holds: format, scheme of each layer, true bytes, bits per weight, how it was made."""
+    from qtool.quant.checkpoint import Checkpoint
+    from qtool.quant.formats import open_reader
+    from qtool.quant.hub import resolve_model
+    from qtool.quant.scheme import QuantPlan, scheme_name
+    from qtool.quant.structure import linear_shapes, structure_of
+
+    reporter = Reporter(quiet, json_result)
+    folder = resolve_model(model)
+    with Checkpoint(folder) as checkpoint:
+        reader = open_reader(checkpoint)
+        shapes = linear_shapes(checkpoint)
+        structure = structure_of(checkpoint.config)
+        plan = QuantPlan({layer: None if reader is None else reader.scheme(layer) for layer in shapes})
+        total = checkpoint.num_bytes()
+        weights = sum(rows * cols for rows, cols in shapes.values())
+    linear_bytes = plan.num_bytes(shapes)
+    names = {layer: scheme_name(scheme) for layer, scheme in plan.layers.items()}
+    form = "16-bit" if reader is None else reader.format
+    record = _record(folder)
+
+    reporter.line(f"{folder}: {structure.model_type}, {structure.num_blocks} blocks, {form}")
+    rows = [list(row) for row in folded(names, structure.blocks)]
+    reporter.table("Linear layers of the blocks", ["module", "scheme", "blocks"], rows)
+    reporter.line(
+        f"{total / 1e6:.1f} MB of weight files; blocks' linears {linear_bytes / 1e6:.1f} MB, "
+        f"{plan.average_bits(shapes):.3f} bits per weight over {weights / 1e6:.1f} M weights"
+    )
+    if record is not None:
+        source, calibration = record.get("source", {}), record.get("calibration")
+        origin = "no calibration" if calibration is None else (
+            f"{calibration['num_sequences']} × {calibration['seq_len']} tokens of {calibration['source']}"
+        )
+        reporter.line(
+            f"made by qtool {record.get('qtool_version')} from {source.get('model')} by {record.get('method')}, "
+            f"{origin}, seed {record.get('seed')}"
+        )
+    reporter.result({
+        "folder": str(folder),
+        "model_type": structure.model_type,
+        "num_blocks": structure.num_blocks,
+        "format": form,
+        "weight_file_bytes": total,
+        "linear_bytes": linear_bytes,
+        "average_bits": plan.average_bits(shapes),
+        "schemes": names,
+        "qtool": record,
+    })

@@ -1,0 +1,142 @@
+"""qtool quantize: a 16-bit model in, a smaller one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from qtool.cli.common import Device, Json, Model, Quiet, Reporter
+
+if TYPE_CHECKING:
+    from qtool.quant.blockwise import Method
+    from qtool.quant.formats import FormatName
+    from qtool.quant.numerics import GridSearch
+    from qtool.quant.pipeline import QuantizeReport
+    from qtool.quant.scheme import QuantPlan
+
+
+def default_out(model: str, plan: QuantPlan | None, scheme_name: str, method: str) -> Path:
+    """`./MODEL-w4g128-gptq`: where the artifact goes when --out is not given."""
+    name = Path(model.rstrip("/")).name or "model"
+    return Path(f"{name}-{'plan' if plan is not None else scheme_name}-{method}")
+
+
+def summary_rows(report: QuantizeReport) -> list[list[str]]:
+    """One row for each kind of layer and scheme: how many, mean and worst relative error, against plain rounding."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, record in report.layers.items():
+        kinds.setdefault((name.rpartition(".")[2], record.scheme), []).append(name)
+    rows = []
+    for (kind, scheme), names in kinds.items():
+        records = [report.layers[n] for n in names]
+        worst = max(names, key=lambda n: report.layers[n].relative_error)
+        rows.append([
+            kind,
+            scheme,
+            str(len(names)),
+            f"{sum(r.relative_error for r in records) / len(records):.4f}",
+            f"{sum(r.rtn_error for r in records) / len(records):.4f}",
+            f"{report.layers[worst].relative_error:.4f}",
+            worst,
+        ])
+    return rows
+
+
+def command(
+    model: Model,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to make; default ./MODEL-SCHEME-METHOD.")
+    ] = None,
+    bits: Annotated[int, typer.Option("--w-bit", help="Bits per weight: 4 or 8.")] = 4,
+    group: Annotated[int, typer.Option("--group", help="Inputs per scale: 128, 64, 32, or -1 for per channel.")] = 128,
+    symmetric: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric, or with zero points.")] = True,
+    method: Annotated[str, typer.Option("--method", help="rtn, gptq or awq.")] = "gptq",
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Per-layer plan (qtool plan); replaces --w-bit, --group, --sym.")
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option("--grid", help="Search for scales: minmax, signed or mse; default by method.")
+    ] = None,
+    output_format: Annotated[
+        str, typer.Option("--format", help="compressed-tensors; gptq or awq for uniform plans.")
+    ] = "compressed-tensors",
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Calibration text, .txt or .jsonl; default: the Python library's own.")
+    ] = None,
+    num_sequences: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 32,
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each sequence.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="Other than 0: shuffle the calibration documents.")] = 0,
+    device: Device = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
+    quiet: Quiet = False,
+    json_result: Json = False,
+) -> None:
+    """Quantize MODEL to 4 or 8 bits, by one scheme or a per-layer plan; write a model folder that servers read."""
+    from qtool.quant.artifact import check_target
+    from qtool.quant.calibration import calibration_set
+    from qtool.quant.checkpoint import Checkpoint
+    from qtool.quant.device import resolve_device
+    from qtool.quant.fingerprint import model_fingerprint
+    from qtool.quant.hub import resolve_model
+    from qtool.quant.pipeline import prepare, quantize
+    from qtool.quant.planfile import read_plan
+    from qtool.quant.scheme import QuantScheme
+
+    reporter = Reporter(quiet, json_result)
+    scheme = QuantScheme(bits, group, symmetric)
+    plan_file = None if plan is None else read_plan(plan)
+    layer_plan = None if plan_file is None else plan_file.plan
+    target = out or default_out(model, layer_plan, scheme.name, method)
+    check_target(target, overwrite=force)
+    resolve_device(device)
+    chosen = cast("Method", method)
+    chosen_grid = cast("GridSearch | None", grid)
+    chosen_format = cast("FormatName", output_format)
+    uniform = scheme if layer_plan is None else None
+    with reporter.progress() as progress:
+        folder = resolve_model(model, progress=progress)
+        with Checkpoint(folder) as checkpoint:
+            if plan_file is not None:
+                plan_file.check_model(model_fingerprint(checkpoint), str(plan))
+            job = prepare(
+                checkpoint, scheme=uniform, plan=layer_plan, method=chosen, grid=chosen_grid, format=chosen_format
+            )
+        for note in job.notes:
+            reporter.say(note)
+        calibration = None
+        if method != "rtn":
+            calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
+            for note in calibration.notes:
+                reporter.say(note)
+        report = quantize(
+            folder,
+            target,
+            scheme=uniform,
+            plan=layer_plan,
+            method=chosen,
+            calibration=calibration,
+            device=device,
+            seed=seed,
+            grid=chosen_grid,
+            format=chosen_format,
+            overwrite=force,
+            source=model,
+            progress=progress,
+        )
+    said = {*job.notes, *(() if calibration is None else calibration.notes)}
+    for note in report.notes:
+        if note not in said:
+            reporter.warn(note)
+    measured = next(iter(report.layers.values())).measured
+    reporter.table(
+        f"{model} by {method}: relative error of the layers' {measured}s",
+        ["layer", "scheme", "count", "mean error", "plain rounding", "worst", "worst layer"],
+        summary_rows(report),
+    )
+    reporter.line(
+        f"{report.source_bytes / 1e6:.1f} MB → {report.artifact_bytes / 1e6:.1f} MB, {report.average_bits:.2f} bits "
+        f"per weight in the blocks, {report.seconds:.0f} s: {report.out}"
+    )
+    reporter.result(report.to_dict())

@@ -76,7 +76,7 @@ def _answer(
     ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     room = engine.max_model_len - len(ids)
     if room < 1:
-        raise QtoolError(f"the conversation is longer than the context of {engine.max_model_len} tokens: start a new chat")
+        raise QtoolError(f"the conversation exceeds the context of {engine.max_model_len} tokens: start a new chat")
     engine.add_request("chat", ids, params)
     shown = ""
     try:

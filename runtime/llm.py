@@ -66,7 +66,7 @@ class LLM:
             raise QtoolError("prompts must be a list of prompts, got one string")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise QtoolError(f"{len(prompts)} prompts but {len(each)} sampling params: give one for all, or one for each")
+            raise QtoolError(f"{len(prompts)} prompts, but {len(each)} sampling params: give one, or one for each")
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         with self._no_leftovers(ids):
             for request_id, prompt, own in zip(ids, prompts, each):

@@ -21,7 +21,8 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.detokenizer import Detokenizer
-from qtool.runtime.engine.core import EngineCore, EngineStats
+from qtool.runtime.engine.core import EngineCore
+from qtool.runtime.engine.core import EngineStats as EngineStats  # part of this face
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.params import CompletionOutput, RequestOutput, SamplingParams
 from qtool.runtime.engine.request import Request, Status
@@ -34,7 +35,7 @@ from qtool.runtime.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is available after loading
-CPU_CACHE_MOST = 4 << 30
+CPU_CACHE_PLENTY = 1 << 30  # more than this only where two requests of full length need it
 GPU_CACHE_SHARE = 0.8  # of the memory that is free after loading: the rest is for activations
 
 
@@ -59,7 +60,8 @@ class LLMEngine:
         device: auto, cpu, cuda or cuda:N.
         block_size: tokens per KV block, 8 to 64.
         kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need, at most a
-            quarter of the available memory and 4 GiB on a CPU, 80 % of the free memory on a GPU.
+            quarter of the available memory and the larger of 1 GiB and two requests of full length on a CPU, at
+            most 80 % of the free memory on a GPU.
         max_num_seqs, max_num_batched_tokens: limits of a step, see SchedulerConfig.
         max_model_len: longest prompt and output together. None: what the model was made for, less where the cache
             holds less (said in the log).
@@ -98,7 +100,7 @@ class LLMEngine:
         self.config: dict[str, Any] = read_config(folder)
         trained = decoder_config(self.config).max_position_embeddings
         if max_model_len is not None and max_model_len > trained:
-            raise QtoolError(f"max_model_len {max_model_len} is more than the {trained} tokens that the model was made for")
+            raise QtoolError(f"max_model_len {max_model_len} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
         decoder = load_model(folder, device=where, dtype=dtype, max_model_len=max_model_len, progress=progress)
         wanted = max_model_len or trained
@@ -184,7 +186,7 @@ class LLMEngine:
                 prompt_token_ids=ids,
                 params=params,
                 stop_token_ids=stops,
-                score_from=score_from if i == 0 and len(ids) > 1 else None,
+                score_from=score_from if i == 0 else None,
                 score_kind=score_kind,
                 generate=generate,
                 sample_seed=seed + i * 0x9E3779B97F4A7C15,
@@ -316,10 +318,13 @@ def _num_blocks(decoder: Decoder, block_size: int, memory: int | None, max_model
         budget = int(free * GPU_CACHE_SHARE)
     else:
         free = psutil.virtual_memory().available
-        budget = min(int(free * CPU_CACHE_SHARE), CPU_CACHE_MOST)
+        plenty = max(CPU_CACHE_PLENTY, 2 * each * -(-max_model_len // block_size))
+        budget = min(int(free * CPU_CACHE_SHARE), plenty)
     if memory is not None:
         if memory > free:
-            raise QtoolError(f"kv_cache_memory {memory} is more than the {free} bytes that are free: use {free // 2} or less")
+            raise QtoolError(
+                f"kv_cache_memory {memory} is more than the {free} bytes that are free: use {free // 2} or less"
+            )
         budget = memory
     if budget < each:
         raise QtoolError(f"{budget} bytes for the KV cache, but one block of {block_size} tokens takes {each} bytes")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
@@ -55,7 +55,7 @@ def _bfloat16_is_fast() -> bool:
         times = []
         for _ in range(7):
             start = time.perf_counter()
-            F.linear(x, w)
+            functional.linear(x, w)
             times.append(time.perf_counter() - start)
         return min(times)
 
@@ -80,7 +80,7 @@ class _Source:
         if name not in self.checkpoint:
             raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} is missing from the checkpoint")
         if (have := self.checkpoint.shape(name)) != shape:
-            raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} has shape {list(have)}, expected {list(shape)}")
+            raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} is {list(have)}, expected {list(shape)}")
         self.left.discard(name)
         return self.checkpoint.tensor(name)
 

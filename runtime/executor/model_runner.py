@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,16 @@ def kv_block_bytes(model: Decoder, block_size: int) -> int:
     return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: masked slots are multiplied by zero, and NaN times zero is NaN.
+
+    On a CPU they come from numpy, whose zeros take no memory until they are written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class ModelRunner:
     """The executor on one device: owns the KV cache, `num_blocks` blocks of `block_size` tokens per layer."""
 
@@ -31,8 +43,7 @@ class ModelRunner:
         self.device = model.embed.device
         config = model.config
         shape = (num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
-        # Zeros, not garbage: masked slots are multiplied by zero, and NaN times zero is NaN.
-        self.caches = [torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(config.num_layers)]
+        self.caches = [_zeros(shape, model.dtype, self.device) for _ in range(config.num_layers)]
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
@@ -79,7 +90,9 @@ class ModelRunner:
         tokens, logprobs = sample(logits, rows)
         return {f: (t, p) for (w, f), t, p in zip(due, tokens, logprobs) if w.sample}
 
-    def _score(self, hidden: Tensor, work: ScheduledRequest, first: int) -> tuple[tuple[TokenLogprobs | Tensor, ...], int]:
+    def _score(
+        self, hidden: Tensor, work: ScheduledRequest, first: int
+    ) -> tuple[tuple[TokenLogprobs | Tensor, ...], int]:
         """Scores of the prompt positions that this piece of work makes known, and how many they are."""
         request = work.request
         if request.score_from is None or work.padding or request.num_scored == request.num_to_score:

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row of a step at once, and the log-probabilities that go with it. Float32 throughout.
+"""Choosing the next token of every row of a step at once, and its log-probabilities. Float32 throughout.
 
 Order of operations (as in vLLM): penalties, temperature, min-p, top-k, top-p. Log-probabilities are of the raw
 distribution, before all of these.

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 # A group's padding may cost this many tokens of attention before a second call is cheaper.
 MAX_PADDING = 512
@@ -172,7 +172,7 @@ def paged_attention(
         keys, values = _gather(cache, group.block_ids, rows, group.length)
         # The query heads of one KV head see the same keys: they stand in for the query positions.
         query = q[group.rows].view(rows, kv_heads, heads // kv_heads, dim)
-        found = F.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
+        found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
         out[group.rows] = found.reshape(rows, heads, dim)
     for prefill in batch.prefills:
         query = q[prefill.rows].transpose(0, 1)[None]
@@ -184,13 +184,15 @@ def paged_attention(
         mask = prefill.masks[window]
         gqa = heads != kv_heads
         if mask is None:
-            found = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=gqa)
+            found = functional.scaled_dot_product_attention(
+                query, keys, values, is_causal=True, scale=scale, enable_gqa=gqa
+            )
             out[prefill.rows] = found[0].transpose(0, 1)
             continue
         target = out[prefill.rows]
         for i in range(0, query.shape[2], QUERY_SLICE):
             part = slice(i, i + QUERY_SLICE)
-            found = F.scaled_dot_product_attention(
+            found = functional.scaled_dot_product_attention(
                 query[:, :, part], keys, values, attn_mask=mask[part], scale=scale, enable_gqa=gqa
             )
             target[part] = found[0].transpose(0, 1)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL
@@ -117,7 +117,7 @@ def _per_tile(per_group: Tensor, spec: LinearSpec, group: int) -> Tensor:
 def _scale_offset(scale: Tensor, offset: Tensor, rows: int) -> Tensor:
     """[N, G] each → [G, rows, 2] bfloat16, the rows padded with zeros."""
     both = torch.stack((scale, offset), dim=2).transpose(0, 1)
-    return F.pad(both, (0, 0, 0, rows - both.shape[1])).bfloat16().contiguous()
+    return functional.pad(both, (0, 0, 0, rows - both.shape[1])).bfloat16().contiguous()
 
 
 def _padded_rows(rows: int) -> int:
@@ -125,7 +125,8 @@ def _padded_rows(rows: int) -> int:
 
 
 def _pack_codes(codes: Tensor) -> Tensor:
-    return _int4_pack(F.pad(codes, (0, 0, 0, _padded_rows(codes.shape[0]) - codes.shape[0])).int().contiguous())
+    missing = _padded_rows(codes.shape[0]) - codes.shape[0]
+    return _int4_pack(functional.pad(codes, (0, 0, 0, missing)).int().contiguous())
 
 
 def _int4_pack_weight(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Packed:
@@ -195,7 +196,7 @@ def _int8_pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) 
 def _int8_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     weight, scale = packed
     if x.shape[0] >= WIDE:
-        return F.linear(x, weight.to(x.dtype)).mul_(scale)
+        return functional.linear(x, weight.to(x.dtype)).mul_(scale)
     return _int8_mm(x.contiguous(), weight, scale)
 
 

@@ -6,8 +6,8 @@ Every other kernel is tested against it.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
@@ -52,7 +52,7 @@ def _apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
         rows = slice(start, min(start + step, spec.rows))
         part = unpack_nibbles(codes[rows]) if _is_packed(spec.scheme, spec.cols) else codes[rows]
         weight = dequantize(part, scale[rows], zero[rows] if zero.numel() else None, g_idx, spec.scheme)
-        out[:, rows] = F.linear(x, weight.to(x.dtype))
+        out[:, rows] = functional.linear(x, weight.to(x.dtype))
     return out
 
 

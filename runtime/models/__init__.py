@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """config.json → DecoderConfig. Raises QtoolError for a family, a setting or a rope scaling not supported."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise QtoolError(
             f"config.json: model_type {family!r} is not supported by the runtime (supported: {', '.join(FAMILIES)})"
         )

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from qtool.runtime.kernels.attention import AttentionBatch, paged_attention, write_cache
 from qtool.runtime.models.layers import LinearFn, rms_norm
@@ -74,13 +74,13 @@ class Decoder:
         config = self.config
         eps = config.rms_norm_eps
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [num_tokens, 1, head_dim]
-        hidden = F.embedding(token_ids, self.embed)
+        hidden = functional.embedding(token_ids, self.embed)
         for layer, cache in zip(self.layers, caches):
             normed = rms_norm(hidden, layer.input_norm, eps)
             hidden = hidden + layer.o(self._attention(layer, layer.qkv(normed), cos, sin, batch, cache))
             normed = rms_norm(hidden, layer.post_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
         return hidden
 
     def _attention(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from qtool.quant.weight import QuantizedWeight, concat_rows
 from qtool.runtime.kernels.dispatch import choose
@@ -23,7 +23,7 @@ class DenseLinear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class SplitLinear:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
-def _quant_linear(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> QuantLinear:
+def _quant_linear(
+    weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> QuantLinear:
     rows, cols = weight.shape
     spec = LinearSpec(rows, cols, weight.scheme, act_order=weight.g_idx is not None, dtype=dtype)
     kernel, spec = choose(spec, device)
@@ -68,7 +70,7 @@ def make_linear(
     ready = [None if b is None else b.to(device, dtype) for b in biases]
     dense = [w for w in weights if isinstance(w, Tensor)]
     packed = [w for w in weights if isinstance(w, QuantizedWeight)]
-    if dense and packed or (packed and concat_rows(packed) is None and len(packed) > 1):
+    if (dense and packed) or (packed and concat_rows(packed) is None and len(packed) > 1):
         return SplitLinear(tuple(make_linear([w], [b], dtype, device) for w, b in zip(weights, ready)))
     bias = None
     if any(b is not None for b in ready):
@@ -84,4 +86,4 @@ def make_linear(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, the statistics in float32 (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -58,7 +58,7 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, length: int) -
     if kind == "dynamic":
         stretch = rope["factor"] * max(length, trained) / trained - (rope["factor"] - 1)
         base *= stretch ** (head_dim / (head_dim - 2))
-    inverse = 1.0 / base**steps
+    inverse = torch.pow(base, -steps)
     if kind == "linear":
         return inverse / rope["factor"], 1.0
     if kind == "llama3":

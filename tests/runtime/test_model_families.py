@@ -1,0 +1,75 @@
+"""Every family against transformers on tiny random weights: logits and greedy tokens; whole, chunked, decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.llm import LLM
+from qtool.runtime.models import decoder_config
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                                   "original_max_position_embeddings": 64}}),
+    ("mistral", {"sliding_window": 24}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    ("qwen3", {"head_dim": 32}),
+]  # fmt: skip
+
+
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(1, 320, (length,), generator=generator).tolist()
+    return ids
+
+
+@pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=lambda v: v if isinstance(v, str) else "")
+def test_logits_and_greedy_tokens_agree_with_transformers(tiny_model: Any, family: str, settings: dict[str, Any]) -> None:
+    folder = tiny_model(family, **settings)
+    model = reference(folder)
+    prompts = [random_ids(n, seed=n) for n in (1, 7, 40, 65, 90)]
+    with torch.no_grad():
+        wanted_logits = [model(torch.tensor([p])).logits[0] for p in prompts]
+        wanted = [
+            model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False, eos_token_id=None)[0, len(p) :].tolist()
+            for p in prompts
+        ]
+    greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    for budget in (512, 16):  # whole prompts, and chunks of at most 16 tokens mixed with decodes
+        llm = LLM(folder, device="cpu", max_num_batched_tokens=budget, max_num_seqs=8)
+        for got, want in zip(llm.prompt_logits(prompts), wanted_logits, strict=True):
+            assert (got - want).abs().max() < 1e-4
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy)] == wanted
+
+
+def test_an_unknown_family_is_refused_by_name() -> None:
+    with pytest.raises(QtoolError, match="'mamba' is not supported.*llama"):
+        decoder_config({"model_type": "mamba"})
+
+
+def test_an_unknown_rope_scaling_is_refused() -> None:
+    with pytest.raises(QtoolError, match="'longrope' is not supported"):
+        decoder_config({"model_type": "llama", "rope_scaling": {"rope_type": "longrope"}})
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(QtoolError, match="'num_attention_heads' is missing"):
+        decoder_config({"model_type": "llama"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +51,7 @@ def command(
 
     Both models are served by the runtime and answer the same questions. Exit status: 0 PASS, 1 FAIL, 2 INCONCLUSIVE.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
     from qtool.evalsets.compare import BUILT_IN, compare
     from qtool.evalsets.gate import Thresholds
     from qtool.evalsets.report import write_report

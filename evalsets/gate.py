@@ -122,14 +122,14 @@ def perplexity_metric(base_nll: Array, candidate_nll: Array, thresholds: Thresho
 def task_metric(base: TaskResult, candidate: TaskResult, thresholds: Thresholds, *, seed: int) -> GatedMetric:
     """One task, paired by item id; items that only one model answered count as missing."""
     shared = [item for item in base.scores if item in candidate.scores]
-    missing = len(base.texts.keys() | candidate.texts.keys()) - len(shared)
+    asked = base.texts.keys() | candidate.texts.keys() | base.scores.keys() | candidate.scores.keys()
     if len(shared) < 2:
         raise QtoolError(f"task {base.name}: {len(shared)} items were answered by both models; at least 2 are needed")
     if base.binary and candidate.binary:
         metric = _accuracy(base, candidate, shared, thresholds, seed)
     else:
         metric = _score(base, candidate, shared, thresholds, seed)
-    return replace(metric, missing=missing)
+    return replace(metric, missing=len(asked) - len(shared))
 
 
 def _accuracy(

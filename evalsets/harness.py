@@ -399,16 +399,11 @@ def _evaluate(
 
 @contextmanager
 def _quiet_lm_eval() -> Iterator[None]:
-    """lm-eval's remarks and bars are kept out of our output while it runs; its errors are not."""
+    """lm-eval's remarks are kept out of our output while it runs; its errors are not."""
     logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, os.environ.get("TQDM_DISABLE")
+    level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ["TQDM_DISABLE"] = "1"
     try:
         yield
     finally:
         logger.setLevel(level)
-        if bars is None:
-            del os.environ["TQDM_DISABLE"]
-        else:
-            os.environ["TQDM_DISABLE"] = bars

@@ -336,7 +336,7 @@ def _reproduce_section(c: Comparison, command: Sequence[str]) -> str:
         "statistics": f"α {c.settings['alpha']}, {c.settings['resamples']:,} resamples, seed {c.settings['seed']}",
         "runtime": f"dtype {c.settings['dtype']}, device {c.settings['device']}; logits compared in float32",
         "speed": ", ".join(
-            f"{who} {m.text_tokens_per_s:,.0f} prompt tokens/s ({m.seconds:.0f} s in all, {m.load_seconds:.0f} s loading)"
+            f"{who} {m.text_tokens_per_s:,.0f} prompt tokens/s ({m.seconds:.0f} s, {m.load_seconds:.0f} s to load)"
             for who, m in (("base", c.base), ("candidate", c.candidate))
         ),
         "machine": f"{env['platform']}, {env['cpus']} CPUs, {env['threads']} threads"

@@ -112,7 +112,7 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
         tokens = min(bucket, 64)
         blocks = -(-spec.rows // 128)
         split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
-        return WideConfig(tokens, warpgroups=2, split=split, prefetch=2, min_blocks=2)
+        return WideConfig(tokens, warpgroups=2, split=split, prefetch=4, min_blocks=2)
     tiles = -(-spec.rows // 16)
     columns = 2 if tiles >= 3 * num_sms else 1
     warps = 8 if tiles // columns >= 2 * num_sms else 16

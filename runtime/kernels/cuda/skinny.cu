@@ -54,9 +54,6 @@ extern "C" __global__ void __launch_bounds__(KW * 32, MINB)
 skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
        u16* Y, int M, int N, int steps) {
   pdl_launch_dependents();
-#ifdef STEPS
-  steps = STEPS;
-#endif
   extern __shared__ __align__(16) float partial[];       // [KW (+ 1)][M][16 NT]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int rank = SK > 1 ? blockIdx.y : 0;

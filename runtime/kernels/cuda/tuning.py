@@ -73,19 +73,19 @@ def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: boo
 def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
     """Ways to cut wide.cu that fit the registers and fill the device."""
     for block_tokens, warpgroups, tiles, split, prefetch in itertools.product(
-        (32, 64, 128), (1, 2, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 3, 4)
+        (16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 4, 6)
     ):
         blocks = -(-spec.rows // (64 * warpgroups * tiles)) * split * -(-tokens // block_tokens)
-        x_loads = -(-block_tokens * 8 // (warpgroups * 128))
-        registers = block_tokens // 2 * tiles + prefetch * 4 * (x_loads + tiles * spec.scheme.bits // 4) + 20
-        if block_tokens > max(32, tokens) or (block_tokens == 32 and tokens > 64) or registers > 190:
+        loads = spec.scheme.bits // 4
+        registers = tiles * (block_tokens // 2 + 32 + prefetch * (4 * loads + 1))
+        if block_tokens > max(16, tokens) or block_tokens < min(64, tokens) // 2:
             continue
-        if not 0.8 * num_sms <= blocks or (split > 1 and blocks > 8 * num_sms):
+        if blocks < 0.8 * num_sms or (split > 1 and blocks > 5 * num_sms) or (prefetch < 4 and tiles * loads == 1):
             continue
-        for min_blocks in sorted({1, 4 // warpgroups, 6 // warpgroups} - {0}):
+        for min_blocks in sorted({1, 4 // warpgroups}):
             config = WideConfig(block_tokens, warpgroups, tiles, split, prefetch, min_blocks)
-            limit = 65536 // (128 * warpgroups * min_blocks)
-            if registers + 24 < limit and config.shared_bytes * min_blocks <= _SHARED_BYTES:
+            limit = min(255, 65536 // (128 * warpgroups * min_blocks))
+            if registers + 28 < limit and config.shared_bytes * min_blocks <= _SHARED_BYTES:
                 yield config
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
-from qtool.runtime.kernels.cuda.layout import PackedWeight
+from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
+
+_ARRANGE_THREADS = 128  # of a block, as in arrange.cu
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,11 @@ class WideConfig:
     """How the work is cut.
 
     Attributes:
-        tokens: of a block: 32, 64 or 128.
+        tokens: of a block: 16, 32, 64 or 128.
         warpgroups: of a block (WG), 128 threads each.
         tiles: 64-row tiles of a warpgroup (NT).
         split: blocks of a cluster, each with a share of K (SK).
-        prefetch: chunks of 64 columns in flight (PF).
+        prefetch: chunks of 64 columns whose weights are in flight (PF), even.
         min_blocks: blocks an SM must be able to hold; bounds the registers (MINB).
     """
 
@@ -39,9 +41,14 @@ class WideConfig:
         return 64 * self.warpgroups * self.tiles
 
     @property
+    def stages(self) -> int:
+        """Chunks of activations in shared memory (STAGES)."""
+        return 4 if self.tokens > 64 and self.prefetch < 4 else 8
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: two stages of activations, later the block's float32 sums."""
-        return max(2 * self.tokens * 128, self.tokens * (self.rows + 4) * 4)
+        """Dynamic shared memory: the stages of activations, later the block's float32 sums."""
+        return max(self.stages * self.tokens * 2 * CHUNK_COLS, self.tokens * (self.rows + 4) * 4)
 
 
 def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Macros:
@@ -52,6 +59,7 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Ma
         "NT": config.tiles,
         "SK": config.split,
         "PF": config.prefetch,
+        "STAGES": config.stages,
         "MINB": config.min_blocks,
     }
 
@@ -62,14 +70,28 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config:
     return load_kernel(device, "wide.cu", "wide", chosen, shared_limit=config.shared_bytes)
 
 
+def arrange(x: Tensor, tokens: int) -> Tensor:
+    """x [M, K] in the order in which wide.cu reads it, K a multiple of 64. [blocks of `tokens`, K / 64, tokens, 64]"""
+    chunks = x.shape[1] // CHUNK_COLS
+    blocks = -(-x.shape[0] // tokens)
+    out = torch.empty(blocks, chunks, tokens, CHUNK_COLS, dtype=x.dtype, device=x.device)
+    constants = {"TOKENS": tokens, "BF16": 0, "WEIGHT_BITS": 4}
+    load_kernel(x.device, "arrange.cu", "arrange", constants).launch(
+        (-(-chunks * 2 // _ARRANGE_THREADS), blocks * tokens, 1),
+        _ARRANGE_THREADS,
+        (x, out, x.shape[0], chunks),
+        overlap=True,
+    )
+    return out
+
+
 def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: WideConfig, out: Tensor) -> None:
     """out [M, N] = x [M, 64 packed.chunks] @ weight.T, both in spec.dtype and contiguous; 16-bit activations."""
-    tokens = x.shape[0]
-    blocks = -(-spec.rows // config.rows)
+    arranged = arrange(x, config.tokens)
     kernel(x.device, packed, spec, config).launch(
-        (config.split, -(-tokens // config.tokens), blocks),
+        (config.split, arranged.shape[0], -(-spec.rows // config.rows)),
         config.warpgroups * 128,
-        (packed.codes, packed.scales, packed.zeros, x, out, tokens, spec.rows, packed.chunks),
+        (packed.codes, packed.scales, packed.zeros, arranged, out, x.shape[0], spec.rows, packed.chunks),
         shared_bytes=config.shared_bytes,
         cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,

@@ -64,12 +64,14 @@ def as_int8(x: Tensor) -> Tensor:
 def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object) -> None:
     scheme = weight.scheme
     exact = as_int8(x) if scheme.act_bits else x.double()
-    want = exact @ weight.dequantize(torch.float64).to(x.device).T
+    dense = weight.dequantize(torch.float64).to(x.device).T
+    want = exact @ dense
     error = y.double() - want
+    size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
     # A token whose value / scale lies on a half rounds either way: at most a few codes of one in 127.
     tolerance = TOLERANCE[x.dtype] + (1e-3 if scheme.act_bits else 0.0)
-    assert float(error.norm() / want.norm()) < tolerance, (what, SEED)
-    assert float(error.abs().max() / want.pow(2).mean().sqrt()) < 12 * tolerance, (what, SEED)
+    assert float(error.norm() / size.norm()) < tolerance, (what, SEED)
+    assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, (what, SEED)
 
 
 def run(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, choice: Choice) -> None:
@@ -121,7 +123,7 @@ def test_wide_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
         pytest.skip("warpgroup tensor cores are Hopper's")
     weight = make_weight(208, 1152, scheme)
     for tokens in (1, 33, 64, 150):
-        run(weight, tokens, dtype, WideConfig(64, 2, split=3, prefetch=2, min_blocks=2))
+        run(weight, tokens, dtype, WideConfig(64, 2, split=3, prefetch=4, min_blocks=2))
 
 
 SKINNY_CUTS = [
@@ -152,12 +154,14 @@ def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
 WIDE_CUTS = [
     WideConfig(tokens, warpgroups, tiles, split, prefetch)
     for tokens, warpgroups, tiles, split, prefetch in [
-        (32, 1, 1, 1, 4),
-        (32, 4, 1, 8, 2),
-        (64, 1, 2, 2, 3),
-        (64, 2, 1, 1, 1),
-        (64, 4, 1, 5, 2),
+        (16, 4, 1, 1, 6),
+        (32, 1, 1, 8, 4),
+        (32, 3, 2, 2, 2),
+        (64, 1, 2, 1, 2),
+        (64, 2, 1, 6, 4),
+        (64, 4, 1, 3, 2),
         (128, 2, 1, 2, 2),
+        (128, 1, 1, 1, 4),
     ]
 ]
 

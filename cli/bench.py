@@ -95,7 +95,10 @@ def command(
         if request_rate is not None:
             count = num_requests or 32
             return [(None, mixed_workload(count, input_len, seed=seed, token_ids=token_ids, rate=request_rate))]
-        return [(level, mixed_workload(count, input_len, seed=seed, token_ids=token_ids)) for level, count in counts]
+        return [  # prompts of their own, so that no run finds those of another in a prefix cache
+            (level, mixed_workload(count, input_len, seed=seed + run, token_ids=token_ids))
+            for run, (level, count) in enumerate(counts)
+        ]
 
     reporter = Reporter(quiet, json_result)
     document: dict[str, Any]
@@ -133,7 +136,7 @@ def _bench_model(model: str, arguments: dict[str, Any], loads: Loads, reporter: 
     from qtool.runtime.warm_up import warm_up
 
     engine = LLMEngine(model, **arguments)
-    tokens = ordinary_tokens(engine.config.vocab_size, engine.tokenizer.all_special_ids)
+    tokens = ordinary_tokens(engine.config["vocab_size"], engine.tokenizer.all_special_ids)
     runs = loads(tokens)
     for _, workload in runs:
         check_fits(workload, engine.max_model_len)

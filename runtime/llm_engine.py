@@ -118,10 +118,11 @@ class LLMEngine:
         self.device = where
         self.dtype = decoder.dtype
         self._vocab_size = decoder.config.vocab_size
+        self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size)
         self._core = EngineCore(
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, wanted, static_batching),
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
-            ModelRunner(decoder, num_blocks=blocks, block_size=block_size),
+            self.runner,
         )
         self._eos = eos_token_ids(folder, self.config)
         self._entries: dict[str, _Entry] = {}

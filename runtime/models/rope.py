@@ -58,7 +58,7 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, length: int) -
     if kind == "dynamic":
         stretch = rope["factor"] * max(length, trained) / trained - (rope["factor"] - 1)
         base *= stretch ** (head_dim / (head_dim - 2))
-    inverse = torch.pow(base, -steps)
+    inverse = steps.mul(-math.log(base)).exp()
     if kind == "linear":
         return inverse / rope["factor"], 1.0
     if kind == "llama3":

@@ -1,0 +1,78 @@
+"""Streaming text: equal to decoding at once, no half characters, nothing of a stop string."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtool.runtime.detokenizer import Detokenizer
+
+
+class Bytes:
+    """A byte is a token."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def stream(text: str, stop: Sequence[str] = (), prompt: str = "prompt: ") -> tuple[list[str], Detokenizer]:
+    """What is shown after each token, up to a stop string."""
+    detokenizer = Detokenizer(Bytes(), list(prompt.encode()), stop)
+    shown = []
+    for token in text.encode():
+        ended = detokenizer.append(token)
+        shown.append(detokenizer.text)
+        if ended:
+            break
+    return shown, detokenizer
+
+
+@given(st.text(max_size=60), st.text(max_size=10))
+def test_a_stream_adds_up_and_never_takes_back(text: str, prompt: str) -> None:
+    shown, detokenizer = stream(text, prompt=prompt)
+    for before, after in itertools.pairwise(shown):
+        assert after.startswith(before)
+    assert detokenizer.finish() == text
+
+
+STOPS = st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(st.text(alphabet="abé", max_size=40), STOPS)
+def test_stop_strings_cut_the_text_where_they_first_end(text: str, stop: list[str]) -> None:
+    shown, detokenizer = stream(text, stop)
+    final = detokenizer.finish()
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    if ends:
+        first = min(ends)
+        cut = min(text.find(s) for s in stop if 0 <= text.find(s) and text.find(s) + len(s) <= first)
+        assert final == text[:cut]
+        assert detokenizer.stop_reason in stop
+    else:
+        assert final == text
+        assert detokenizer.stop_reason is None
+    assert all(final.startswith(s) for s in shown), "something of a stop string was shown"
+
+
+def test_half_characters_are_held_back() -> None:
+    shown, _ = stream("a€b")
+    assert shown == ["a", "a", "a", "a€", "a€b"]
+
+
+def test_what_is_no_character_does_not_hold_up_the_rest() -> None:
+    detokenizer = Detokenizer(Bytes(), [])
+    for token in (0xFF, ord("a"), 0xFE, 0xFE, 0xFE, 0xFE, 0xFE):
+        detokenizer.append(token)
+    assert detokenizer.text.startswith("\ufffda")
+    assert detokenizer.finish() == "\ufffda" + 5 * "\ufffd"
+
+
+@pytest.mark.parametrize("text", ["one two</s>", "x</", "</s>"])
+def test_a_stop_string_across_tokens(text: str) -> None:
+    shown, detokenizer = stream(text, ["</s>"])
+    assert "<" not in "".join(shown)
+    assert detokenizer.finish() == text.removesuffix("</s>")

@@ -1,0 +1,209 @@
+"""LLM and LLMEngine on a tiny model: same tokens however they are batched, scores, stops, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.llm import LLM
+from qtool.runtime.llm_engine import LLMEngine
+
+PROMPTS = ["hello", "a longer prompt, with words in it", "x", "the same beginning: one", "the same beginning: two"]
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+BLOCK_BYTES = 2 * 16 * 2 * 2 * 16 * 4  # layers, tokens, keys and values, KV heads, head size, float32
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY, prompts: list[str] = PROMPTS) -> list[tuple[int, ...]]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Any) -> LLM:
+    return LLM(tiny_model(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 7},
+        {"static_batching": True},
+        {"prefix_caching": False},
+        {"block_size": 32},
+        {"kv_cache_memory": 8 * BLOCK_BYTES, "max_model_len": 128},
+    ],
+    ids=lambda s: next(iter(s)),
+)
+def test_tokens_do_not_depend_on_how_they_are_batched(tiny_model: Any, llm: LLM, settings: dict[str, Any]) -> None:
+    other = LLM(tiny_model(), device="cpu", **settings)
+    assert tokens(other) == tokens(llm)
+    assert tokens(other) == tokens(llm), "a second time, from the warm prefix cache"
+    other.engine.check_integrity()
+    assert other.engine.stats().kv_blocks_used == 0
+    if "kv_cache_memory" in settings:
+        assert other.engine.stats().num_preemptions > 0
+
+
+def test_seeded_samples_do_not_depend_on_neighbours(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=12, seed=i, top_p=0.9, ignore_eos=True) for i in range(len(PROMPTS))]
+    together = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+    alone = [llm.generate([p], s)[0].outputs[0].token_ids for p, s in zip(PROMPTS, params)]
+    assert together == alone
+
+
+def test_scores_agree_with_transformers(tiny_model: Any, llm: LLM) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    context, others = list(range(1, 40)), [[5, 6, 7], [200], [9] * 8]
+    for got, continuation in zip(llm.loglikelihood([(context, c) for c in others]), others):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([context + continuation])).logits[0].log_softmax(-1)
+        want = [float(logprobs[len(context) - 1 + i, t]) for i, t in enumerate(continuation)]
+        assert got.logprobs == pytest.approx(want, abs=1e-4)
+    best = int(model(torch.tensor([context])).logits[0, -1].argmax())
+    hit, miss = llm.loglikelihood([(context, [best]), (context, [(best + 1) % 300])])
+    assert hit.greedy
+    assert not miss.greedy
+    assert llm.engine.stats().prefix_cache_hits > 0, "contexts that repeat come from the cache"
+
+
+def test_prompt_logprobs_and_logprobs_line_up(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate([[4, 5, 6, 7]], params)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [p.token_id for p in output.prompt_logprobs[1:] if p] == [5, 6, 7]
+    chosen = output.outputs[0].logprobs
+    assert chosen is not None
+    assert [c.token_id for c in chosen] == list(output.outputs[0].token_ids)
+    assert all(c.rank == 1 and len(c.top) == 2 for c in chosen)
+    (rescored,) = llm.loglikelihood([([4, 5, 6, 7], output.outputs[0].token_ids)])
+    assert rescored.logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-4)
+    assert rescored.greedy
+
+
+def test_stop_strings_and_stop_tokens_end_the_output(llm: LLM) -> None:
+    (free,) = llm.generate(["hello"], GREEDY)
+    ids = list(free.outputs[0].token_ids)
+    text = free.outputs[0].text
+    stop = text[8:11]
+    (cut,) = llm.generate(["hello"], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, stop=[stop]))
+    assert cut.outputs[0].text == text[: text.find(stop)]
+    assert cut.outputs[0].finish_reason == "stop"
+    assert cut.outputs[0].stop_reason == stop
+    end = ids[6]
+    ending = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, stop_token_ids=[end])
+    (by_id,) = llm.generate(["hello"], ending)
+    assert list(by_id.outputs[0].token_ids) == ids[: ids.index(end) + 1]
+    assert by_id.outputs[0].stop_reason == end
+    assert llm.engine.stats().kv_blocks_used == 0
+
+
+def test_several_outputs_of_one_prompt(llm: LLM) -> None:
+    (output,) = llm.generate(["abc"], SamplingParams(max_tokens=8, n=3, seed=1, ignore_eos=True))
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    assert len({o.token_ids for o in output.outputs}) == 3
+    assert all(len(o.token_ids) == 8 for o in output.outputs)
+
+
+def test_an_abort_frees_its_blocks_and_leaves_neighbours_alone(tiny_model: Any, llm: LLM) -> None:
+    engine = LLMEngine(tiny_model(), device="cpu", max_num_seqs=2)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        engine.add_request(str(i), prompt, GREEDY)
+    engine.step()
+    engine.abort_request("0")  # running
+    engine.abort_request("2")  # waiting
+    engine.abort_request("none")
+    last = None
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.request_id == "1"
+            last = output
+    assert last is not None
+    assert last.outputs[0].token_ids == tokens(llm)[1]
+    assert engine.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ("", "prompt is empty"),
+        ([1, 2, 320], "prompt token 2 is 320, outside the vocabulary of 320"),
+        ([1, -1], "outside the vocabulary"),
+        ([1, True], "expected an integer"),
+        (list(range(256)), "the prompt has 256 tokens, but the context is 256"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_work(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(QtoolError, match=message):
+        llm.generate([[1, 2], prompt], GREEDY)
+    assert not llm.engine.has_unfinished(), "the good prompt of the same call was taken back"
+
+
+def test_bad_arguments_are_refused(tiny_model: Any) -> None:
+    folder = tiny_model()
+    for settings, message in [
+        ({"block_size": 4}, "block_size must be between 8 and 64"),
+        ({"max_model_len": 4096}, "more than the model's own context of 256"),
+        ({"dtype": "int3"}, "dtype 'int3' is not supported"),
+        ({"device": "tpu"}, "tpu"),
+        ({"kv_cache_memory": 8 * BLOCK_BYTES, "max_model_len": 200}, "set max_model_len to 128 or less"),
+        ({"kv_cache_memory": 100}, "one block of 16 tokens takes"),
+        ({"kv_cache_memory": 1 << 60}, "bytes that are free"),
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+    ]:
+        with pytest.raises(QtoolError, match=message):
+            LLMEngine(folder, **({"device": "cpu"} | settings))
+
+
+def damaged_copy(folder: Path, target: Path, *, drop: str = "", add: str = "", reshape: str = "") -> Path:
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    if drop:
+        del weights[drop]
+    if add:
+        weights[add] = torch.zeros(3)
+    if reshape:
+        weights[reshape] = weights[reshape][:-1].clone()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_missing_unused_and_misshapen_tensors_are_named(tiny_model: Any, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    cases = [
+        ({"drop": name}, f"tensor '{name}' is missing"),
+        ({"reshape": name}, f"tensor '{name}' is .63, 128., expected .64, 128."),
+        ({"add": "model.layers.1.self_attn.k_scale"}, "belong to no layer of a llama model: .*k_scale"),
+    ]
+    for i, (damage, message) in enumerate(cases):
+        with pytest.raises(QtoolError, match=message):
+            LLM(damaged_copy(tiny_model(), tmp_path / str(i), **damage), device="cpu")
+
+
+def test_a_folder_without_tokenizer_is_refused(tiny_model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(QtoolError, match="no tokenizer"):
+        LLM(folder, device="cpu")
+
+
+def test_end_of_sequence_ids_come_from_the_generation_config(tiny_model: Any, tmp_path: Path, llm: LLM) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    third = tokens(llm)[0][2]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, third]}))
+    (output,) = LLM(folder, device="cpu").generate(["hello"], SamplingParams(max_tokens=30, temperature=0))
+    ids = tokens(llm)[0]
+    assert output.outputs[0].token_ids == ids[: ids.index(third) + 1]
+    assert output.outputs[0].finish_reason == "stop"

@@ -69,11 +69,13 @@ def command(
         warm_up(engine)
         name = served_model_name or model
         app = create_app(engine, model_name=name, api_key=api_key, metrics_prefix=metrics_prefix)
-        ready = f"ready: {name} at {url_of(listener)}/v1"
-        run(
-            app, listener, drain_s=drain_s,
-            on_ready=lambda: reporter.say(f"{ready} (after {time.monotonic() - began:.1f} s; Ctrl-C ends)"),
-        )
+
+        def on_ready() -> None:
+            if not quiet:  # one unbroken line, since programs wait for it
+                seconds = time.monotonic() - began
+                typer.echo(f"ready: {name} at {url_of(listener)}/v1 (after {seconds:.1f} s; Ctrl-C ends)", err=True)
+
+        run(app, listener, drain_s=drain_s, on_ready=on_ready)
     finally:
         listener.close()
     reporter.say("stopped: every request that was running got its answer or an error")

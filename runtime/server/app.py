@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -52,7 +53,7 @@ def create_app(
         api_key: needed for everything under /v1; None: open.
         metrics_prefix: in front of every metric's name.
     """
-    metrics = Metrics(model_name, metrics_prefix)
+    metrics = Metrics(model_name, engine.stats(), metrics_prefix)
     async_engine = AsyncEngine(engine, on_step=metrics.on_step, on_abort=metrics.on_abort)
     service = Service.of(engine, async_engine, model_name)
 
@@ -77,8 +78,9 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        with suppress(EngineDeadError):  # what was counted until then is still worth reading
-            metrics.on_stats(await async_engine.stats())
+        # where the engine is dead, or busy with a long step, what was counted until then is still worth reading
+        with suppress(EngineDeadError, TimeoutError):
+            metrics.set_gauges(await asyncio.wait_for(async_engine.stats(), timeout=1))
         return Response(metrics.render(), headers={"Content-Type": metrics_module.CONTENT_TYPE})
 
     @app.get("/version")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
@@ -77,12 +77,13 @@ class AsyncEngine:
 
     Args:
         engine: the synchronous engine; nobody else may touch it from `start` to `stop`.
-        on_step: called on the event loop after every step, before the step's outputs are delivered.
-        on_abort: called on the event loop with the number of requests that were given up by their clients.
+        on_step: called on the event loop after every step, before the step's outputs are delivered; outputs of
+            requests that were given up are left out.
+        on_abort: called on the event loop with the ids of requests that were given up by their clients.
     """
 
     def __init__(
-        self, engine: LLMEngine, *, on_step: Callable[[StepReport], None], on_abort: Callable[[int], None]
+        self, engine: LLMEngine, *, on_step: Callable[[StepReport], None], on_abort: Callable[[Sequence[str]], None]
     ) -> None:
         self._engine = engine
         self._on_step = on_step
@@ -147,7 +148,7 @@ class AsyncEngine:
         running = self._forget(ids)
         if not running or self._dead is not None:
             return
-        self._on_abort(len(running))
+        self._on_abort(running)
 
         def abort_all() -> None:
             for request_id in running:
@@ -223,12 +224,10 @@ class AsyncEngine:
     # ---- on the event loop ----
 
     def _deliver(self, report: StepReport) -> None:
-        self._on_step(report)
-        for output in report.outputs:
-            entry = self._streams.get(output.request_id)
-            if entry is None:  # given up meanwhile
-                continue
-            stream, position = entry
+        wanted = [output for output in report.outputs if output.request_id in self._streams]
+        self._on_step(replace(report, outputs=wanted))
+        for output in wanted:
+            stream, position = self._streams[output.request_id]
             if output.finished:
                 del self._streams[output.request_id]
             stream.put(position, output)

@@ -7,6 +7,7 @@ histograms' counts equal the number of answers that clients got.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -31,13 +32,13 @@ class Metrics:
 
     Args:
         model_name: the value of the `model_name` label.
+        baseline: the engine's totals before the first request; what it did until then (a warm-up) does not count.
         prefix: in front of every name: `qtool_`, or `vllm:` for dashboards made for vLLM.
     """
 
-    def __init__(self, model_name: str, prefix: str = "qtool_") -> None:
+    def __init__(self, model_name: str, baseline: EngineStats, prefix: str = "qtool_") -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[str, tuple[int, float]] = {}  # running request → its tokens so far, and since when
-        self._last: dict[Counter, int] = {}  # the engine's running totals as last seen
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(prefix + name, text, ["model_name"], registry=self.registry).labels(model_name)
@@ -75,29 +76,30 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self.iteration = histogram("iteration_tokens_total", "Tokens sampled in one step of the engine.", _ITERATION)
+        self._totals = baseline
 
     def on_step(self, report: StepReport) -> None:
         """Count what one step brought."""
-        self.on_stats(report.stats)
+        self.set_gauges(report.stats)
+        last, self._totals = self._totals, report.stats
+        self.preemptions.inc(self._totals.num_preemptions - last.num_preemptions)
+        self.prefix_queries.inc(self._totals.prefix_cache_queries - last.prefix_cache_queries)
+        self.prefix_hits.inc(self._totals.prefix_cache_hits - last.prefix_cache_hits)
         sampled = sum(self._count(output, report.time) for output in report.outputs)
         if sampled:
             self.iteration.observe(sampled)
 
-    def on_stats(self, stats: EngineStats) -> None:
+    def set_gauges(self, stats: EngineStats) -> None:
+        """Show the engine as it stands; between steps, aborts change it too."""
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_usage.set(stats.kv_cache_usage)
-        self._catch_up(self.preemptions, stats.num_preemptions)
-        self._catch_up(self.prefix_queries, stats.prefix_cache_queries)
-        self._catch_up(self.prefix_hits, stats.prefix_cache_hits)
 
-    def _catch_up(self, counter: Counter, total: int) -> None:
-        counter.inc(total - self._last.get(counter, 0))
-        self._last[counter] = total
-
-    def on_abort(self, count: int) -> None:
+    def on_abort(self, ids: Sequence[str]) -> None:
         """Count requests that their clients gave up."""
-        self.finished["abort"].inc(count)
+        self.finished["abort"].inc(len(ids))
+        for request_id in ids:
+            self._seen.pop(request_id, None)
 
     def render(self) -> bytes:
         """The exposition text."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qtool.runtime.llm_engine import LLMEngine
 
 MAX_BODY_BYTES = 16 * 2**20
+MAX_OUTPUTS = 1024  # of one body: prompts times n
 T = TypeVar("T")
 Body = TypeVar("Body", bound=SamplingRequest)
 
@@ -63,6 +64,8 @@ def build_router(service: Service) -> APIRouter:
     @router.post("/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await _parse(request, CompletionRequest, service)
+        if (count := len(body.prompt) * (body.n or 1)) > MAX_OUTPUTS:
+            raise ApiError(400, f"{count} outputs in one request, at most {MAX_OUTPUTS} are allowed", param="n")
         prompts = [prompt if isinstance(prompt, list) else await _encode(service, prompt) for prompt in body.prompt]
         for prompt in prompts:
             _check_length(service, len(prompt), max(body.max_tokens or 1, 1), "max_tokens", "prompt")

@@ -38,6 +38,7 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"n": 0}, "n"),
     ({"n": 1000}, "n"),
+    ({"n": 128, "prompt": ["a"] * 10}, "n"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -188,7 +187,7 @@ def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "from qtool.cli.main import main; main()", "serve", str(tiny_folder), "--port", "0",
          "--served-model-name", "tiny", "--api-key", "k", "--dtype", "float32", "--kv-cache-memory", "16MiB"],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "300"},
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
@@ -231,3 +230,20 @@ def test_bench_compares_static_batching(tiny_folder: Path, capsys: pytest.Captur
         assert run["ttft"]["p50"] <= run["ttft"]["p99"] <= run["e2e"]["p99"]
     ratio = continuous["output_tokens_per_s"] / static["output_tokens_per_s"]
     assert document["continuous_over_static"] == [pytest.approx(ratio)]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_official_client_on_the_default_model(default_model: Path, serve: Any) -> None:
+    engine = LLMEngine(default_model, device="cpu", max_model_len=512, kv_cache_memory=64 * 2**20)
+    with serve(engine) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        arguments: dict[str, Any] = {
+            "model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0, "max_tokens": 24,
+        }
+        whole = client.chat.completions.create(**arguments).choices[0]
+        assert "Paris" in (whole.message.content or "")
+        chunks = list(client.chat.completions.create(**arguments, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+        assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [whole.finish_reason]

@@ -33,7 +33,9 @@ def command(
 ) -> None:
     """Measure how much each group of layers of MODEL suffers under each scheme; write JSON and a picture."""
     from qtool.quant.calibration import calibration_set
+    from qtool.quant.checkpoint import Checkpoint
     from qtool.quant.hub import resolve_model
+    from qtool.quant.structure import linear_shapes
     from qtool.quant.textfile import check_writable, write_text
     from qtool.sensitivity import report
     from qtool.sensitivity.probe import analyze, check_request
@@ -46,6 +48,8 @@ def command(
     check_request(names, metric, device)
     with reporter.progress() as progress:
         folder = resolve_model(model, progress=progress)
+        with Checkpoint(folder) as checkpoint:
+            linear_shapes(checkpoint)  # a model that cannot be analyzed is refused before its text is read
         calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
         for note in calibration.notes:
             reporter.say(note)

@@ -25,6 +25,7 @@ GridSearch = Literal["minmax", "signed", "mse"]
 GRID_SEARCHES: tuple[GridSearch, ...] = ("minmax", "signed", "mse")
 
 SHRINK = tuple(1 - i / 32 for i in range(18))  # clip factors tried by the mse search: 1 down to 0.47
+_ZERO_SHIFTS = (0, -1, 1, -2, 2)  # zero points tried beside the range's own, where a step is coarse enough to matter
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 25}  # elements searched at once: bounds memory, and stays in a CPU's cache
 
 
@@ -164,7 +165,7 @@ def _search(groups: Tensor, scheme: QuantScheme, search: GridSearch, metric: Ten
         else:
             step, zero = _minmax(groups, scheme, shrink)
             assert zero is not None
-            for shift in (-1, 0, 1):
+            for shift in _ZERO_SHIFTS if scheme.bits == 4 else (0,):
                 best.offer(step, (zero + shift).clamp(0, scheme.max_code))
     for _ in range(2):
         best.refine()

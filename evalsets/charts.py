@@ -91,7 +91,7 @@ def interval_plot(rows: Sequence[IntervalRow]) -> str:
 
 def kl_histogram(kl: Tensor, marks: Sequence[tuple[str, float]]) -> str:
     """How many tokens have how much KL, on a logarithmic axis; `marks` are named values drawn as lines."""
-    width, height, left, bottom, top = 900.0, 250.0, 56.0, 208.0, 40.0
+    width, height, left, bottom, top = 900.0, 264.0, 56.0, 222.0, 56.0
     values = np.nan_to_num(kl.double().numpy(), nan=np.inf)
     floor, ceiling = 1e-7, 1e2
     logs = np.log10(np.clip(values, floor, ceiling))
@@ -122,8 +122,8 @@ def kl_histogram(kl: Tensor, marks: Sequence[tuple[str, float]]) -> str:
         if not floor <= value <= ceiling or not low <= math.log10(value) <= high:
             continue
         at = x(math.log10(value))
-        body.append(_line(at, 12 + 14 * (level % 2), at, bottom, "limit" if name == "limit" else "marker"))
-        body.append(_text(at + 4, 21 + 14 * (level % 2), f"{name} {value:.3g}", "tick"))
+        body.append(_line(at, 12 + 14 * (level % 3), at, bottom, "limit" if name == "limit" else "marker"))
+        body.append(_text(at + 4, 21 + 14 * (level % 3), f"{name} {value:.3g}", "tick"))
         level += 1
     return _svg(width, height, "Histogram of token KL", body)
 

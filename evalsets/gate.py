@@ -139,7 +139,6 @@ def _accuracy(
     right = sum(base.scores[i] == 1 for i in shared)
     chance = base.chance
     at_chance = chance is not None and st.above_chance(right, len(shared), chance) > st.ALPHA
-    spread = st.standard_error(flips.drop, flips.discordant, 1)
     return GatedMetric(
         name=f"{base.name} accuracy",
         kind="accuracy",
@@ -156,7 +155,6 @@ def _accuracy(
         losses=flips.losses,
         gains=flips.gains,
         chance=chance,
-        settle=st.items_to_settle(flips.drop, spread, len(shared), thresholds.max_drop),
         note=f"the base is at chance ({chance:.0%})" if at_chance else "",
     )
 
@@ -208,15 +206,15 @@ def _judged(metric: GatedMetric, p_holm: float | None, family: int) -> GatedMetr
         return replace(metric, verdict=Verdict.FAIL, p_holm=p_holm, settle=None, note=note)
     significance = 0.0 if p_holm is None else p_holm
     verdict = st.judge(metric.loss, metric.interval.high, metric.threshold, significance)
-    note = metric.note
+    note, settle, detectable = metric.note, metric.settle, None
+    if metric.losses is not None and metric.gains is not None:
+        flips = st.Flips(metric.items, metric.losses, metric.gains)
+        settle = st.flips_to_settle(flips, metric.threshold, max(family, 1))
+        detectable = st.minimal_detectable_drop(flips.discordant, flips.items, metric.threshold, max(family, 1))
     if metric.missing:
         note = f"{metric.missing} items have no answer from both models"
         verdict = Verdict.FAIL if verdict is Verdict.FAIL else Verdict.INCONCLUSIVE
     elif verdict is Verdict.INCONCLUSIVE:
-        note = f"about {metric.settle:,} {metric.unit} would settle it" if metric.settle else "too close to call"
-    settle = metric.settle if verdict is Verdict.INCONCLUSIVE else None
-    detectable = None
-    if metric.losses is not None and metric.gains is not None:
-        discordant = (metric.losses + metric.gains) / metric.items
-        detectable = st.minimal_detectable_drop(discordant, metric.items, metric.threshold, max(family, 1))
+        note = f"about {settle:,} {metric.unit} would settle it" if settle else "too close to call"
+    settle = settle if verdict is Verdict.INCONCLUSIVE else None
     return replace(metric, verdict=verdict, p_holm=p_holm, settle=settle, detectable=detectable, note=note)

@@ -252,16 +252,11 @@ def _task_section(m: GatedMetric, base: TaskResult, candidate: TaskResult) -> st
     if m.settle is not None:
         facts["items that would settle it"] = f"about {m.settle:,}"
     lost = [i for i in base.scores if i in candidate.scores and base.scores[i] > candidate.scores[i]]
-    rows = [
-        (f"<code>{escape(i)}</code>", f'<span class="left">{escape(base.texts[i][-240:])}</span>')
-        for i in lost[:_SHOWN_FLIPS]
-    ]
+    rows = [(f"<code>{escape(i)}</code>", escape(base.texts[i][-240:])) for i in lost[:_SHOWN_FLIPS]]
     table = ""
     if rows:
         count = f"first {len(rows)} of {len(lost)}" if len(lost) > len(rows) else str(len(lost))
-        table = f"<h3>Answers lost ({count})</h3>" + _table(
-            ("item", '<span class="left">right answer</span>'), rows, "flips"
-        )
+        table = f"<h3>Answers lost ({count})</h3>" + _table(("item", "right answer"), rows, "flips")
     return f"<section><h2>{escape(m.name)} {_chip(m.verdict)}</h2>{_facts(facts)}{table}</section>"
 
 
@@ -310,7 +305,7 @@ def _worst_section(worst: Sequence[Position]) -> str:
         for p in worst
     ]
     header = (
-        "KL, nats", "window · token", '<span class="left">text, and the token that follows</span>',
+        "KL, nats", "window · token", "text, and the token that follows",
         "base expects", "candidate expects",
     )  # fmt: skip
     return f"<section><h2>The {len(rows)} places that differ most</h2>{_table(header, rows, 'worst')}</section>"

@@ -176,6 +176,24 @@ def items_to_settle(drop: float, spread: float, items: int, threshold: float) ->
     return max(items + 1, math.ceil((z * spread / room) ** 2))
 
 
+def flips_to_settle(flips: Flips, threshold: float, family: int = 1) -> int | None:
+    """Items at which an accuracy would be judged PASS or FAIL, were flips to go on at the same rates; None: never.
+
+    A drop beyond the threshold is followed with the exact test that it must pass (ALPHA / family, Holm's worst step),
+    in steps of 2 %.
+    """
+    if flips.drop <= threshold:
+        spread = standard_error(flips.drop, flips.discordant, 1)
+        return items_to_settle(flips.drop, spread, flips.items, threshold)
+    items = flips.items
+    while items < 1000 * flips.items:
+        items = math.ceil(items * 1.02)
+        losses, gains = (round(count * items / flips.items) for count in (flips.losses, flips.gains))
+        if mcnemar_drop(losses, gains) * family <= ALPHA:
+            return items
+    return None
+
+
 def minimal_detectable_drop(discordant: float, items: int, threshold: float, family: int = 1) -> float:
     """The smallest true accuracy drop (a fraction) that FAILs with probability POWER, at this many items.
 

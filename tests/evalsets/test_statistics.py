@@ -118,6 +118,15 @@ def test_items_to_settle_settles() -> None:
     assert st.items_to_settle(0.02, 0.3, 100, 0.02) is None
 
 
+def test_flips_to_settle_follows_the_exact_test() -> None:
+    """Four losses of 120, no gain: p = 1/16; a fifth loss (1/32) settles it at about 120 · 4.5 / 4 items."""
+    n = st.flips_to_settle(st.Flips(120, 4, 0), 0.02)
+    assert n is not None
+    assert 134 <= n <= 140
+    within = st.flips_to_settle(st.Flips(500, 12, 10), 0.02)
+    assert within == st.items_to_settle(0.004, st.standard_error(0.004, 0.044, 1), 500, 0.02)
+
+
 def test_overall() -> None:
     p, f, i, u = st.Verdict.PASS, st.Verdict.FAIL, st.Verdict.INCONCLUSIVE, st.Verdict.UNINFORMATIVE
     assert st.overall([p, p]) is p

@@ -100,7 +100,9 @@ def test_the_engine_stays_on_one_thread(make_engine: Callable[..., Any], serve: 
     assert not [t for t in threading.enumerate() if t.name == "qtool-engine"]
 
 
-def test_shutdown_lets_running_requests_finish(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+def test_shutdown_lets_running_requests_finish(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], eventually: Any
+) -> None:
     engine = make_engine(step_s=0.01)
     answers: list[httpx.Response] = []
     with serve(engine) as url:
@@ -108,8 +110,7 @@ def test_shutdown_lets_running_requests_finish(make_engine: Callable[..., Any], 
         thread = threading.Thread(
             target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
         thread.start()
-        while not engine.has_unfinished():
-            pass
+        eventually(engine.has_unfinished)
     thread.join()
     assert answers[0].json()["choices"][0]["text"] == engine.text_of([1], 60)
 
@@ -128,6 +129,31 @@ def test_a_slow_reader_skips_states_and_keeps_nothing() -> None:
         return [(position, output.finished) async for position, output in stream]
 
     assert asyncio.run(read()) == [(0, True), (1, True)]
+
+
+def test_given_up_requests_leave_nothing_behind(make_engine: Callable[..., Any]) -> None:
+    from qtool.runtime.engine.params import SamplingParams
+    from qtool.runtime.server.async_engine import AsyncEngine
+    from qtool.runtime.server.metrics import Metrics
+
+    async def give_up() -> None:
+        engine = make_engine(step_s=0.001)
+        metrics = Metrics("tiny", engine.stats())
+        bridge = AsyncEngine(engine, on_step=metrics.on_step, on_abort=metrics.on_abort)
+        bridge.start()
+        for number in range(20):
+            ids = [f"{number}-{i}" for i in range(3)]
+            stream = await bridge.submit({i: ([1, 2], SamplingParams(max_tokens=400)) for i in ids})
+            async for _ in stream:
+                break
+            bridge.abort(ids)
+        await bridge.stats()  # answered after the last abort
+        assert not engine.has_unfinished()
+        assert not bridge._streams
+        assert not metrics._seen
+        await bridge.stop()
+
+    asyncio.run(give_up())
 
 
 def test_metrics_count_what_clients_count(

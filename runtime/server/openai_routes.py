@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 import uuid
@@ -37,7 +38,7 @@ class Service:
     """What the routes need of a server."""
 
     engine: AsyncEngine
-    tokenizer: Any
+    tokenizer: Any  # a copy: the engine's own is in use on the engine's thread
     token_text: TokenText
     model_name: str
     max_model_len: int
@@ -46,10 +47,11 @@ class Service:
 
     @classmethod
     def of(cls, engine: LLMEngine, async_engine: AsyncEngine, model_name: str) -> Service:
+        tokenizer = copy.deepcopy(engine.tokenizer)
         return cls(
             engine=async_engine,
-            tokenizer=engine.tokenizer,
-            token_text=TokenText(engine.tokenizer),
+            tokenizer=tokenizer,
+            token_text=TokenText(tokenizer),
             model_name=model_name,
             max_model_len=engine.max_model_len,
             created=int(time.time()),

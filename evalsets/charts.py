@@ -52,7 +52,7 @@ class IntervalRow:
 def interval_plot(rows: Sequence[IntervalRow]) -> str:
     """One row a metric; 0 is "as the base", 1 is the limit. What lies beyond the axis ends in an arrow."""
     left, right, top, step = 190.0, 150.0, 34.0, 40.0
-    width = 900.0
+    width = 980.0
     span = [v for row in rows for v in (row.low, row.high, row.loss) if math.isfinite(v)]
     most = min(6.0, max(2.0, math.ceil(max(span, default=2.0) + 0.25)))
     least = max(-3.0, min(-1.0, math.floor(min(span, default=-1.0))))
@@ -91,7 +91,7 @@ def interval_plot(rows: Sequence[IntervalRow]) -> str:
 
 def kl_histogram(kl: Tensor, marks: Sequence[tuple[str, float]]) -> str:
     """How many tokens have how much KL, on a logarithmic axis; `marks` are named values drawn as lines."""
-    width, height, left, bottom, top = 900.0, 264.0, 56.0, 222.0, 56.0
+    width, height, left, bottom, top = 980.0, 264.0, 56.0, 222.0, 56.0
     values = np.nan_to_num(kl.double().numpy(), nan=np.inf)
     floor, ceiling = 1e-7, 1e2
     logs = np.log10(np.clip(values, floor, ceiling))
@@ -130,7 +130,7 @@ def kl_histogram(kl: Tensor, marks: Sequence[tuple[str, float]]) -> str:
 
 def window_plot(base: Sequence[float], candidate: Sequence[float]) -> str:
     """Perplexity of every window under both models: a line from the base's to the candidate's."""
-    width, left, top, step = 900.0, 90.0, 20.0, 20.0 if len(base) <= 20 else 9.0
+    width, left, top, step = 980.0, 90.0, 20.0, 20.0 if len(base) <= 20 else 9.0
     finite = [v for v in (*base, *candidate) if math.isfinite(v)]
     low, high = min(finite) * 0.95, max(finite) * 1.05
     height = top + step * len(base) + 34
@@ -176,7 +176,7 @@ def scheme_map(schemes: Mapping[str, Mapping[str, Any]]) -> str:
     blocks = sorted({block for block, _ in cells})
     errors = [_error(facts) for _, facts in cells.values()]
     worst = max((e for e in errors if e is not None), default=0.0)
-    left, top, side = 160.0, 22.0, min(26.0, 730.0 / len(blocks))
+    left, top, side = 160.0, 22.0, min(26.0, 800.0 / len(blocks))
     tall = 24.0
     body = []
     for column, block in enumerate(blocks):

@@ -39,8 +39,8 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 
 BUILT_IN = "grammar"  # the name under which --tasks knows the built-in set
-NOISE_WINDOWS = 2
-NOISE_EVERY = 10  # one item in so many is asked twice
+NOISE_WINDOWS = 1
+NOISE_EVERY = 20  # one item in so many is asked twice
 
 Serve = Callable[[Path], Served]
 

@@ -143,10 +143,8 @@ def _tile(value: str, name: str) -> str:
 
 
 def _head(c: Comparison) -> str:
-    saved = 1 - c.candidate.bytes / c.base.bytes
-    tiles = [_tile(f"{MINUS if saved > 0 else '+'}{abs(100 * saved):.0f} % bytes", "size of the weights: " + (
-        f"{megabytes(c.base.bytes)} → {megabytes(c.candidate.bytes)}"
-    ))]  # fmt: skip
+    change = signed(100 * (c.candidate.bytes / c.base.bytes - 1), 0, " %")
+    tiles = [_tile(change, f"size of the weights: {megabytes(c.base.bytes)} → {megabytes(c.candidate.bytes)}")]
     for m in c.metrics:
         row = dict(zip(HEADER, metric_row(m)))
         if m.kind == "kl":

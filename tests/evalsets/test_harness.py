@@ -63,6 +63,23 @@ def test_rolling_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_
     assert a == pytest.approx(b, abs=1e-3)
 
 
+@pytest.mark.model
+@pytest.mark.slow
+def test_runtime_and_transformers_agree_on_the_default_model(default_model: Path) -> None:
+    """Our class over our runtime, batched, against lm-eval's class over transformers: 40 sentences, float32."""
+    from qtool.evalsets.grammar import grammar_set
+    from qtool.runtime.llm import LLM
+
+    tokenizer = load_tokenizer(default_model)
+    requests = _instances("loglikelihood", [("", c) for i in grammar_set().items[::25] for c in i.choices])
+    served = LLM(default_model, dtype="float32", device="cpu")
+    ours = harness.QtoolLM(served=served, tokenizer=tokenizer).loglikelihood(requests)
+    theirs = HFLM(pretrained=str(default_model), dtype="float32", device="cpu", batch_size=8).loglikelihood(requests)
+    for (a, greedy_a), (b, greedy_b) in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, abs=1e-3)
+        assert greedy_a == greedy_b
+
+
 def test_registered_by_name() -> None:
     assert get_model("qtool") is harness.QtoolLM
 

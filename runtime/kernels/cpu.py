@@ -22,8 +22,10 @@ from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 INT4_GROUPS = (256, 128, 64, 32)
-ROW_TILE = 16  # the int4 product wants a multiple of this many rows
-WIDE = 64  # from this many rows of x on, a dense product of converted weights is faster than int8's own
+ROW_TILE = 64  # the int4 product wants a multiple of 16 rows; with 64 its layout has no odd end
+WIDE_INT8 = 64  # from this many rows of x on, dense products of weights converted on the fly are faster
+WIDE_INT4 = 256
+WIDE_CHUNK = 1 << 20  # weights converted at a time: they should stay in the cache until they are multiplied
 
 
 # torch declares both operators in C++ alone
@@ -68,6 +70,56 @@ def _int8_runs() -> bool:
         return torch.equal(got.float(), x.float() @ (weight.float() * 0.5).T)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
+
+
+@cache
+def _int4_tile() -> int | None:
+    """Rows per tile of torch's packed int4 layout; None where the layout is not the one that is known.
+
+    Known: tiles of 64 or 32 rows, depending on the CPU, each [K, tile / 2] bytes, whose low halves are the tile's first
+    rows and whose high halves are its last. Two packed matrices that spell out their row numbers show it.
+    """
+    rows = torch.arange(ROW_TILE, dtype=torch.int32)
+    digits = [_int4_pack(d[:, None].expand(-1, 32).contiguous()) for d in (rows % 16, rows // 16)]
+    for tile in (64, 32):
+        low, high = (_unpack_tiles(d, tile, torch.int32) for d in digits)
+        if torch.equal(low + 16 * high, rows.expand(32, -1)):
+            return tile
+    return None
+
+
+def _unpack_tiles(packed: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
+    """Packed int4 weight [N, K / 2] → codes [K, N] in `dtype`."""
+    tiles = packed.shape[0] // tile
+    pairs = packed.view(tiles, -1, tile // 2)
+    codes = torch.empty(pairs.shape[1], tiles, 2, tile // 2, dtype=dtype)
+    codes[:, :, 0] = (pairs & 15).transpose(0, 1)
+    codes[:, :, 1] = (pairs >> 4).transpose(0, 1)
+    return codes.view(pairs.shape[1], -1)
+
+
+def _int4_wide(x: Tensor, packed: Tensor, scale_offset: Tensor, tile: int) -> Tensor:
+    """The int4 product for many rows of x: dequantize some tiles to x's dtype, multiply densely, go on."""
+    rows, cols, groups = packed.shape[0], x.shape[1], scale_offset.shape[0]
+    out = x.new_empty(x.shape[0], rows)
+    step = max(1, WIDE_CHUNK // (cols * tile)) * tile
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        scale, offset = scale_offset[:, None, part].unbind(dim=3)  # [groups, 1, rows of this part]
+        # (code - 8) is exact in bfloat16; the product is rounded once, as a stored 16-bit weight would be
+        weight = _unpack_tiles(packed[part], tile, x.dtype).sub_(8).view(groups, cols // groups, -1).mul_(scale)
+        if bool(offset.any()):
+            weight.add_(offset)
+        out[:, part] = x @ weight.view(cols, -1)
+    return out
+
+
+def _int4_product(x: Tensor, packed: Tensor, scale_offset: Tensor) -> Tensor:
+    """x [M, K] times an int4 weight, by whichever way is faster for M."""
+    tile = _int4_tile() if x.shape[0] >= WIDE_INT4 else None
+    if tile is not None:
+        return _int4_wide(x, packed, scale_offset, tile)
+    return _int4_mm(x.contiguous(), packed, x.shape[1] // scale_offset.shape[0], scale_offset)
 
 
 def _common(spec: LinearSpec, device: torch.device, bits: int) -> str | None:
@@ -143,7 +195,7 @@ def _int4_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     codes, scale_offset, order = packed
     if order.numel():
         x = x.index_select(1, order)
-    out = _int4_mm(x.contiguous(), codes, spec.cols // scale_offset.shape[0], scale_offset)
+    out = _int4_product(x, codes, scale_offset)
     return out if out.shape[1] == spec.rows else out[:, : spec.rows]
 
 
@@ -175,8 +227,7 @@ def _int8_grouped_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     high, high_scales, low, low_scales, order = packed
     if order.numel():
         x = x.index_select(1, order)
-    x, group = x.contiguous(), spec.cols // high_scales.shape[0]
-    out = _int4_mm(x, high, group, high_scales).add_(_int4_mm(x, low, group, low_scales))
+    out = _int4_product(x, high, high_scales).add_(_int4_product(x, low, low_scales))
     return out if out.shape[1] == spec.rows else out[:, : spec.rows]
 
 
@@ -195,7 +246,7 @@ def _int8_pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) 
 
 def _int8_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     weight, scale = packed
-    if x.shape[0] >= WIDE:
+    if x.shape[0] >= WIDE_INT8:
         return functional.linear(x, weight.to(x.dtype)).mul_(scale)
     return _int8_mm(x.contiguous(), weight, scale)
 

@@ -58,9 +58,9 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, length: int) -
     if kind == "dynamic":
         stretch = rope["factor"] * max(length, trained) / trained - (rope["factor"] - 1)
         base *= stretch ** (head_dim / (head_dim - 2))
-    inverse = steps.mul(-math.log(base)).exp()
+    inverse = torch.pow(base, steps).reciprocal()
     if kind == "linear":
-        return inverse / rope["factor"], 1.0
+        return inverse / float(rope["factor"]), 1.0
     if kind == "llama3":
         return _llama3(inverse, rope), 1.0
     if kind == "yarn":
@@ -70,8 +70,8 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, length: int) -
 
 def _llama3(inverse: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)  # over the original context
+    low, high, factor = (float(rope[n]) for n in ("low_freq_factor", "high_freq_factor", "factor"))
+    turns = inverse * float(rope["original_max_position_embeddings"]) / (2 * math.pi)  # over the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * inverse + (1 - keep) * inverse / factor
 

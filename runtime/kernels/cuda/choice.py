@@ -105,14 +105,12 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
         capability: of the device; Hopper (9, 0) has warpgroup tensor cores.
         num_sms: streaming multiprocessors of the device.
     """
-    hopper = capability == (9, 0)
-    if bucket > 64 or (bucket > 16 and not spec.scheme.act_bits):
-        if not hopper or spec.scheme.act_bits:
-            return SkinnyConfig(2, 8, prefetch=1) if bucket <= 64 else None
-        tokens = min(bucket, 64)
+    if bucket > 16 and capability == (9, 0) and (spec.scheme.symmetric or not spec.scheme.act_bits):
         blocks = -(-spec.rows // 128)
         split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
-        return WideConfig(tokens, warpgroups=2, split=split, prefetch=4, min_blocks=2)
+        return WideConfig(min(bucket, 64), warpgroups=2, split=split, prefetch=2, min_blocks=2)
+    if bucket > 64:
+        return None
     tiles = -(-spec.rows // 16)
     columns = 2 if tiles >= 3 * num_sms else 1
     warps = 8 if tiles // columns >= 2 * num_sms else 16

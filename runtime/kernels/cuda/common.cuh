@@ -93,6 +93,20 @@ DEVICE u32 mask_or(u32 a, u32 mask, u32 bits) {
   u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits)); return r;
 }
 
+#ifdef SCALE_BF16
+// The scale of row g (row = 0) or g + 8 (1) of a pair.
+DEVICE float scale_of(u32 pair, int row) {
+#if SCALE_BF16
+  return row ? __int_as_float((int)(pair & 0xffff0000u)) : bf16_to_float(pair);
+#else
+  return half_to_float(row ? pair >> 16 : pair & 0xffff);
+#endif
+}
+#endif
+
+// Exact for |i| < 2^22, and faster than the conversion instruction: i into the mantissa of 1.5 x 2^23.
+DEVICE float small_int_to_float(int i) { return __int_as_float(i + 0x4b400000) - 12582912.f; }
+
 // ---- codes to activations' 16-bit format, exactly ----------------------------------------------------------------
 // A code is set into the low mantissa bits of a power of two, and that power plus the zero point subtracted
 // (the fast conversion of Kim et al. 2022, arXiv 2211.10017).

@@ -133,16 +133,20 @@ def arch_of(device_index: int) -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
+_HEADERS = {"wide.cu": ("common.cuh", "hopper.cuh")}  # common.cuh alone for every other file
+
+
 @functools.cache
-def source(*files: str) -> str:
-    """The text of the kernels' files of this folder, joined."""
+def source(file: str) -> str:
+    """The text of one kernel file of this folder, its headers before it."""
     here = Path(__file__).resolve().parent
-    return "\n".join(f'#line 1 "{file}"\n{(here / file).read_text()}' for file in files)
+    files = (*_HEADERS.get(file, ("common.cuh",)), file)
+    return "\n".join(f'#line 1 "{f}"\n{(here / f).read_text()}' for f in files)
 
 
 @functools.cache
 def _load(device_index: int, file: str, entry: str, macros: tuple[tuple[str, int], ...], shared_limit: int) -> Kernel:
-    image = compile_cuda(source("common.cuh", file), arch_of(device_index), dict(macros), name=entry)
+    image = compile_cuda(source(file), arch_of(device_index), dict(macros), name=entry)
     cuda = _cuda()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device_index):

@@ -107,8 +107,8 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(codes, scales, packed, spec, choice, out)
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
-        elif choice is not None:
-            wide.multiply(x, packed, spec, choice, out)
+        elif choice is not None and wide.supports(packed, spec):
+            wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
         else:
             dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
     return out

@@ -10,7 +10,8 @@
 //   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold.
 
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows x 64 columns
-#define SCALES (GROUP ? (64 * CH + GROUP - 1) / (GROUP ? GROUP : 1) : 0)   // scale groups of a step
+#define SCALES (GROUP ? 64 * CH / (GROUP ? GROUP : 1) : 0)   // scale groups of a step
+#define HALVES (GROUP ? GROUP / 32 : 2 * CH)             // runs of 32 columns that share a scale
 #define XBYTES (ACT_BITS / 8)
 #define XLOADS (ACT_BITS / 8)                            // 16-byte loads of a lane for 8 tokens x 64 columns
 #define XSLOTS (XPF ? PF : 1)
@@ -29,6 +30,9 @@ typedef Partial Sum;
 
 #define UNROLL _Pragma("unroll")
 
+DEVICE float part_to_float(float part) { return part; }
+DEVICE float part_to_float(int part) { return small_int_to_float(part); }   // at most 255 * 127 * 128
+
 struct Slot {                                            // one step's weights of one warp, on their way
   uint4 codes[NT][CH * LOADS];
 #if GROUP
@@ -38,14 +42,6 @@ struct Slot {                                            // one step's weights o
 #endif
 #endif
 };
-
-DEVICE float scale_of(u32 pair, int row) {
-#if SCALE_BF16
-  return row ? __int_as_float((int)(pair & 0xffff0000u)) : bf16_to_float(pair);
-#else
-  return half_to_float(row ? pair >> 16 : pair & 0xffff);
-#endif
-}
 
 // W: codes in fragment order. S: group scales [tile, group, 8, 2] 16-bit, or float [N] per channel. Z: zero points
 // [tile, group, 8, 2] u8 (ASYM). X: [M, K] activations, or int8 in the order of quantize.cu with float scales XS [M].
@@ -132,31 +128,26 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
       load_x(x[0], step);
 #endif
       Slot& slot = slots[p];
-#if GROUP
-      Partial part[NT][MT][4];
-#else
-      Sum (&part)[NT][MT][4] = sum;
-#endif
-      UNROLL for (int half = 0; half < 2 * CH; half++) { // 32 columns
-        const int c = half >> 1, h = half & 1;
-#if GROUP
-        const int group = half * 32 / GROUP;
-        if (half * 32 % GROUP == 0) {
-          UNROLL for (int n = 0; n < NT; n++)
-            UNROLL for (int m = 0; m < MT; m++)
-              UNROLL for (int k = 0; k < 4; k++) part[n][m][k] = 0;
+      UNROLL for (int group = 0; group < 2 * CH / HALVES; group++) {   // of 32 HALVES columns with one scale
 #if ASYM && ACT_BITS == 8
-          UNROLL for (int m = 0; m < MT; m++)
-            UNROLL for (int k = 0; k < 4; k++) xsum[m][k] = 0;
+#if GROUP
+        UNROLL for (int m = 0; m < MT; m++)
+          UNROLL for (int k = 0; k < 4; k++) xsum[m][k] = 0;
 #endif
-        }
-#endif
-#if ASYM && ACT_BITS == 8
         const u32 one = WEIGHT_BITS == 4 ? 0x10101010u : 0x01010101u;
         const u32 ones[4] = {one, one, one, one};
-        UNROLL for (int m = 0; m < MT; m++) mma(xsum[m], ones, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
+        UNROLL for (int half = group * HALVES; half < (group + 1) * HALVES; half++)
+          UNROLL for (int m = 0; m < MT; m++)
+            mma(xsum[m], ones, word(x[xs][half >> 1][m][0], 2 * (half & 1)), word(x[xs][half >> 1][m][0], 2 * (half & 1) + 1));
 #endif
         UNROLL for (int n = 0; n < NT; n++) {
+#if GROUP
+          Partial part[MT][4];
+          UNROLL for (int m = 0; m < MT; m++)
+            UNROLL for (int k = 0; k < 4; k++) part[m][k] = 0;
+#else
+          Sum (&part)[MT][4] = sum[n];
+#endif
 #if ACT_BITS == 16
 #if !ASYM
           const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
@@ -165,40 +156,43 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
 #else
           const ZeroPoint z0 = zero_point(channel_zeros[n] & 255), z1 = zero_point(channel_zeros[n] >> 8);
 #endif
-          UNROLL for (int j = 0; j < 2; j++) {           // 16 columns
-            u32 a[4];
-#if WEIGHT_BITS == 4
-            codes_to_acts(word(slot.codes[n][c], 2 * h + j), z0, z1, a);
-#else
-            bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, a[0], a[2]);
-            bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z1, a[1], a[3]);
 #endif
-            UNROLL for (int m = 0; m < MT; m++)
-              mma(part[n][m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
-          }
+          UNROLL for (int half = group * HALVES; half < (group + 1) * HALVES; half++) {   // 32 columns
+            const int c = half >> 1, h = half & 1;
+#if ACT_BITS == 16
+            UNROLL for (int j = 0; j < 2; j++) {         // 16 columns
+              u32 a[4];
+#if WEIGHT_BITS == 4
+              codes_to_acts(word(slot.codes[n][c], 2 * h + j), z0, z1, a);
+#else
+              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, a[0], a[2]);
+              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z1, a[1], a[3]);
+#endif
+              UNROLL for (int m = 0; m < MT; m++)
+                mma(part[m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
+            }
 #else
 #if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value
-          const u32 q0 = word(slot.codes[n][c], 2 * h), q1 = word(slot.codes[n][c], 2 * h + 1);
-          const u32 a[4] = {(q0 << 4) & 0xf0f0f0f0u, q0 & 0xf0f0f0f0u, (q1 << 4) & 0xf0f0f0f0u, q1 & 0xf0f0f0f0u};
+            const u32 q0 = word(slot.codes[n][c], 2 * h), q1 = word(slot.codes[n][c], 2 * h + 1);
+            const u32 a[4] = {(q0 << 4) & 0xf0f0f0f0u, q0 & 0xf0f0f0f0u, (q1 << 4) & 0xf0f0f0f0u, q1 & 0xf0f0f0f0u};
 #else
-          const uint4 q = slot.codes[n][2 * c + h];
-          const u32 a[4] = {q.x, q.y, q.z, q.w};
+            const uint4 q = slot.codes[n][2 * c + h];
+            const u32 a[4] = {q.x, q.y, q.z, q.w};
+#endif
+            UNROLL for (int m = 0; m < MT; m++)
+              mma(part[m], a, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
+#endif
+          }
+#if GROUP
+          const float s0 = scale_of(slot.scales[n][group], 0), s1 = scale_of(slot.scales[n][group], 1);
+#if ASYM && ACT_BITS == 8
+          const int mid = 1 << (WEIGHT_BITS - 1);
+          const int zero0 = (int)(slot.zeros[n][group] & 255) - mid, zero1 = (int)(slot.zeros[n][group] >> 8) - mid;
+          UNROLL for (int m = 0; m < MT; m++)
+            UNROLL for (int k = 0; k < 4; k++) part[m][k] -= (k < 2 ? zero0 : zero1) * xsum[m][k];
 #endif
           UNROLL for (int m = 0; m < MT; m++)
-            mma(part[n][m], a, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
-#endif
-#if GROUP
-          if ((half + 1) * 32 % GROUP == 0) {
-            const float s0 = scale_of(slot.scales[n][group], 0), s1 = scale_of(slot.scales[n][group], 1);
-#if ASYM && ACT_BITS == 8
-            const int mid = 1 << (WEIGHT_BITS - 1);
-            const int zero0 = (int)(slot.zeros[n][group] & 255) - mid, zero1 = (int)(slot.zeros[n][group] >> 8) - mid;
-            UNROLL for (int m = 0; m < MT; m++)
-              UNROLL for (int k = 0; k < 4; k++) part[n][m][k] -= (k < 2 ? zero0 : zero1) * xsum[m][k];
-#endif
-            UNROLL for (int m = 0; m < MT; m++)
-              UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] += (k < 2 ? s0 : s1) * (float)part[n][m][k];
-          }
+            UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] += (k < 2 ? s0 : s1) * part_to_float(part[m][k]);
 #endif
         }
       }

@@ -79,21 +79,30 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, tokens:
     return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_activations(x: Tensor, block_tokens: int = 0) -> tuple[Tensor, Tensor]:
     """Per token, symmetric int8: scale = max |x| / 127.
 
     Args:
-        x: [M, K] float16 or bfloat16, contiguous, K a multiple of 64.
+        x: [M, K] float16 or bfloat16, contiguous, K a multiple of 64 (128 with `block_tokens`).
+        block_tokens: 0: for skinny.cu; else for wide.cu with blocks of so many tokens.
 
     Returns:
-        codes: [M, K] int8 in the order of skinny.cu. scales: [M] float32.
+        codes: [M, K] int8 in the order of skinny.cu, or [blocks, K / 128, block_tokens, 128] in that of wide.cu.
+        scales: [M] float32.
     """
     tokens, cols = x.shape
-    codes = torch.empty(tokens, cols, dtype=torch.int8, device=x.device)
+    rows = -(-tokens // block_tokens) * block_tokens if block_tokens else tokens
+    shape = (rows // block_tokens, cols // 128, block_tokens, 128) if block_tokens else (tokens, cols)
+    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    constants = {"BF16": int(x.dtype == torch.bfloat16), "THREADS": QUANTIZE_THREADS, "WEIGHT_BITS": 8}
+    constants = {
+        "BF16": int(x.dtype == torch.bfloat16),
+        "THREADS": QUANTIZE_THREADS,
+        "TOKENS": block_tokens,
+        "WEIGHT_BITS": 8,
+    }
     load_kernel(x.device, "quantize.cu", "quantize_rows", constants).launch(
-        (tokens, 1, 1), QUANTIZE_THREADS, (x, codes, scales, cols), overlap=has_clusters(x.device.index)
+        (rows, 1, 1), QUANTIZE_THREADS, (x, codes, scales, tokens, cols), overlap=has_clusters(x.device.index)
     )
     return codes, scales
 

@@ -72,20 +72,22 @@ def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: boo
 
 def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
     """Ways to cut wide.cu that fit the registers and fill the device."""
+    act_bits = spec.scheme.act_bits or 16
     for block_tokens, warpgroups, tiles, split, prefetch in itertools.product(
-        (16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 4, 6)
+        (16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 3, 4)
     ):
         blocks = -(-spec.rows // (64 * warpgroups * tiles)) * split * -(-tokens // block_tokens)
-        loads = spec.scheme.bits // 4
-        registers = tiles * (block_tokens // 2 + 32 + prefetch * (4 * loads + 1))
+        loads = spec.scheme.bits // 2
+        sums = block_tokens // 2 * (2 if act_bits == 8 and spec.scheme.group_size > 0 else 1)
+        registers = tiles * (sums + 4 * act_bits // 2 + prefetch * (4 * loads + 1))
         if block_tokens > max(16, tokens) or block_tokens < min(64, tokens) // 2:
             continue
-        if blocks < 0.8 * num_sms or (split > 1 and blocks > 5 * num_sms) or (prefetch < 4 and tiles * loads == 1):
+        if blocks < 0.8 * num_sms or (split > 1 and blocks > 5 * num_sms):
             continue
         for min_blocks in sorted({1, 4 // warpgroups}):
             config = WideConfig(block_tokens, warpgroups, tiles, split, prefetch, min_blocks)
             limit = min(255, 65536 // (128 * warpgroups * min_blocks))
-            if registers + 28 < limit and config.shared_bytes * min_blocks <= _SHARED_BYTES:
+            if registers + 28 < limit and config.shared_bytes(act_bits) * min_blocks <= _SHARED_BYTES:
                 yield config
 
 
@@ -96,7 +98,7 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
     found: list[Choice] = []
     if tokens <= (skinny.MAX_TOKENS if spec.scheme.act_bits or not hopper else 32):
         found += skinny_candidates(spec, tokens, properties.multi_processor_count, properties.major >= 9)
-    if hopper and not spec.scheme.act_bits and tokens > 8:
+    if hopper and tokens > 8 and spec.cols % 128 == 0 and (spec.scheme.symmetric or not spec.scheme.act_bits):
         found += wide_candidates(spec, tokens, properties.multi_processor_count)
     if tokens > 16:
         found.append(None)
@@ -105,7 +107,7 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
 
 def _compile(job: tuple[str, str, Macros]) -> None:
     file, arch, macros = job
-    compile_cuda(source("common.cuh", file), arch, macros, name=file.removesuffix(".cu"))
+    compile_cuda(source(file), arch, macros, name=file.removesuffix(".cu"))
 
 
 def precompile(
@@ -148,20 +150,24 @@ def random_weight(spec: LinearSpec, seed: int = 0) -> QuantizedWeight:
 
 
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
-    """Microseconds of one product by one choice over weights that take turns, activations ready as the kernel reads
-    them (already int8 where the scheme says so)."""
+    """Microseconds of one product by one choice over weights that take turns. Bringing 16-bit activations into a
+    kernel's order counts; rounding them to int8 does not (a layer before can do it)."""
     x = arrange_activations(x, rounds[0])
-    calls = max(16, len(rounds))
+    calls, count = max(16, len(rounds)), len(rounds)
     if isinstance(choice, SkinnyConfig):
         config = choice
         codes, scales = skinny.quantize_activations(x) if spec.scheme.act_bits else (x, None)
-        return graph_microseconds(
-            lambda i: skinny.multiply(codes, scales, rounds[i % len(rounds)], spec, config, out), calls
-        )
+        return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
     if choice is not None:
         wide_config = choice
-        return graph_microseconds(lambda i: wide.multiply(x, rounds[i % len(rounds)], spec, wide_config, out), calls)
-    return graph_microseconds(lambda i: dequantize.multiply(x, rounds[i % len(rounds)], spec, out), calls)
+        ready = wide.prepare(x, spec, wide_config) if spec.scheme.act_bits else None
+        return graph_microseconds(
+            lambda i: wide.multiply(
+                *(ready or wide.prepare(x, spec, wide_config)), rounds[i % count], spec, wide_config, out
+            ),
+            calls,
+        )
+    return graph_microseconds(lambda i: dequantize.multiply(x, rounds[i % count], spec, out), calls)
 
 
 def tune(

@@ -1,95 +1,39 @@
 // y [M, N] = x [M, K] @ weight.T for tens to hundreds of tokens, on Hopper's warpgroup tensor cores.
 //
 // As in skinny.cu the weights are the A operand and come from registers: each warp of a warpgroup turns its 16 rows of
-// a chunk into fragments, and wgmma multiplies them with TOKENS tokens in shared memory, which all warpgroups of the
-// block share. Bulk copies bring them into a ring of STAGES chunks and signal barriers; arrange.cu has put them into the
-// order of the weights' columns. Group scales multiply the weights in the activations' type; sums are float32. A cluster
-// of SK blocks splits K.
+// 64 columns into fragments while the 64 before them multiply, and wgmma takes TOKENS tokens from shared memory, which
+// all warpgroups of the block share. Bulk copies bring those into a ring of STAGES steps of 128 columns and signal
+// barriers; arrange.cu or quantize.cu has put them into the order of the weights' columns. A cluster of SK blocks
+// splits K.
 //
-// Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; TOKENS 16 | 32 | 64 | 128 of
-//   a block; WG: warpgroups of a block; NT: 64-row tiles of a warpgroup; SK; PF: chunks whose weights are in flight,
-//   even; STAGES > PF; MINB.
+// 16-bit activations: group scales multiply the weights in the activations' type, sums are float32. Int8 activations:
+// sums are exact within a scale group, then float32.
+//
+// Macros: WEIGHT_BITS; ACT_BITS; BF16; SCALE_BF16; GROUP; ASYM (with ACT_BITS 16 alone) as in skinny.cu; TOKENS
+//   16 | 32 | 64 | 128 of a block; WG: warpgroups of a block; NT: 64-row tiles of a warpgroup; SK; PF: steps whose
+//   weights are in flight; STAGES > PF; MINB. After hopper.cuh. The weight has an even number of chunks.
 
-#define LOADS (WEIGHT_BITS / 4)
-#define SCALES (GROUP == 32 ? 2 : 1)                     // scale groups of a chunk
+#define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
+#define SCALES (GROUP ? 128 / (GROUP ? GROUP : 1) : 1)   // scale groups of a step
+#define FRAGMENTS (ACT_BITS / 4)                         // of a chunk: 32 bytes of a token each
 #define THREADS (WG * 128)
 #define ROWS (WG * NT * 64)                              // of a block
-#define STAGE_BYTES (TOKENS * 128)
+#define STAGE_BYTES (TOKENS * 16 * ACT_BITS)
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 #define UNROLL _Pragma("unroll")
-#if BF16
-#define WGMMA_TYPE "bf16.bf16"
+#if ACT_BITS == 8
+typedef int Partial;
 #else
-#define WGMMA_TYPE "f16.f16"
+typedef float Partial;
+#endif
+#if ACT_BITS == 8 && GROUP                               // sums of a scale group apart from those of all
+typedef float Sum;
+#else
+typedef Partial Sum;
 #endif
 
-// d [64, TOKENS] += a [64, 16] b [16, TOKENS]; b: descriptor of shared memory, 128-byte swizzle, K contiguous.
-DEVICE void wgmma(float (&d)[TOKENS / 8][4], const u32 (&a)[4], u64 b) {
-#if TOKENS == 16
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7}, "
-               "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 32
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-               "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 64
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-               "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-                 "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-                 "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 128
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-               "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-                 "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-                 "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-                 "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-                 "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-                 "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-                 "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-}
-
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-
-DEVICE void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-DEVICE void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-// Brings `bytes` to shared memory; the barrier completes a phase when they have arrived.
-DEVICE void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-struct Slot {                                            // one chunk's weights of one warp, on their way
-  uint4 codes[NT][LOADS];
+struct Slot {                                            // one step's weights of one warp, on their way
+  uint4 codes[NT][2][LOADS];
 #if GROUP
   u32 scales[NT][SCALES];
 #if ASYM
@@ -100,28 +44,26 @@ struct Slot {                                            // one chunk's weights 
 
 // The scale of row g (row = 0) or g + 8 (1) twice, in the activations' type.
 DEVICE u32 scale_pair(u32 scales, int row) {
-  const u32 s = row ? scales >> 16 : scales & 0xffff;
 #if SCALE_BF16 == BF16
+  const u32 s = row ? scales >> 16 : scales & 0xffff;
   return s | (s << 16);
-#elif SCALE_BF16
-  const float f = bf16_to_float(s);
-  return floats_to_acts(f, f);
 #else
-  const float f = half_to_float(s);
+  const float f = scale_of(scales, row);
   return floats_to_acts(f, f);
 #endif
 }
 
-// W, S, Z as in skinny.cu; X as from arrange.cu. Grid: SK (one cluster), token blocks, row blocks.
+// W, S, Z as in skinny.cu; X as from arrange.cu, or quantize.cu with float scales XS [M]. Grid: SK (one cluster), token blocks, row blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, MINB)
-wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, u16* Y,
-     int M, int N, int chunks) {
+wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
+     u16* Y, int M, int N, int chunks) {
   pdl_launch_dependents();
-  extern __shared__ __align__(1024) u8 shared[];         // STAGES chunks of x; afterwards partial sums [TOKENS][LD]
+  extern __shared__ __align__(1024) u8 shared[];         // STAGES steps of x; afterwards partial sums [TOKENS][LD]
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int rank = blockIdx.x, first_token = blockIdx.y * TOKENS, tiles = (N + 15) >> 4;
-  const int begin = (int)((long long)chunks * rank / SK), count = (int)((long long)chunks * (rank + 1) / SK) - begin;
+  const int steps = chunks / 2;
+  const int begin = (int)((long long)steps * rank / SK), count = (int)((long long)steps * (rank + 1) / SK) - begin;
   const u32 stages = (u32)__cvta_generic_to_shared(shared);
   const u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
   if (threadIdx.x == 0) {
@@ -132,43 +74,42 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  auto fetch = [&](int i) {                              // the i-th chunk of this block
-    bulk_copy(stages + i % STAGES * STAGE_BYTES, X + ((u64)blockIdx.y * chunks + begin + i) * STAGE_BYTES, STAGE_BYTES,
+  auto fetch = [&](int i) {                              // the i-th step of this block
+    bulk_copy(stages + i % STAGES * STAGE_BYTES, X + ((u64)blockIdx.y * steps + begin + i) * STAGE_BYTES, STAGE_BYTES,
               full_at + 8 * (i % STAGES));
   };
 
-  const uint4* codes[NT];
+  const uint4* codes[NT];                                // of the next step to load
 #if GROUP || ASYM
-  u32 pair_at[NT];                                       // of the tile's first scale pair
+  u32 pair_at[NT];                                       // of its first scale pair
 #endif
   UNROLL for (int n = 0; n < NT; n++) {
     const int tile = min((((int)blockIdx.z * WG + (warp >> 2)) * NT + n) * 4 + (warp & 3), tiles - 1);
-    codes[n] = W + (u64)tile * chunks * (LOADS * 32) + lane;
+    codes[n] = W + ((u64)tile * steps + begin) * (LOADS * 64) + lane;
 #if GROUP
-    pair_at[n] = (u32)tile * (chunks * 64 / GROUP) * 8 + g;
+    pair_at[n] = ((u32)tile * steps + begin) * (SCALES * 8) + g;
 #elif ASYM
     pair_at[n] = (u32)tile * 8 + g;
 #endif
   }
   Slot slots[PF];
-  auto load_slot = [&](Slot& slot, int i) {
-    const int chunk = begin + i;
+  auto load_next = [&](Slot& slot) {
     UNROLL for (int n = 0; n < NT; n++) {
-      UNROLL for (int k = 0; k < LOADS; k++)
-        slot.codes[n][k] = load_weights(codes[n] + (u32)chunk * (LOADS * 32) + k * 32);
+      UNROLL for (int k = 0; k < 2 * LOADS; k++) slot.codes[n][k / LOADS][k % LOADS] = load_weights(codes[n] + k * 32);
+      codes[n] += LOADS * 64;
 #if GROUP
       UNROLL for (int k = 0; k < SCALES; k++) {
-        const u32 at = pair_at[n] + (u32)((chunk * 64 + k * 32) / GROUP) * 8;
-        slot.scales[n][k] = __ldg((const u32*)S + at);
+        slot.scales[n][k] = __ldg((const u32*)S + pair_at[n] + k * 8);
 #if ASYM
-        slot.zeros[n][k] = __ldg(Z + at);
+        slot.zeros[n][k] = __ldg(Z + pair_at[n] + k * 8);
 #endif
       }
+      pair_at[n] += SCALES * 8;
 #endif
     }
   };
   UNROLL for (int p = 0; p < PF; p++)
-    if (p < count) load_slot(slots[p], p);
+    if (p < count) load_next(slots[p]);
 #if ASYM && !GROUP
   u32 channel_zeros[NT];
   UNROLL for (int n = 0; n < NT; n++) channel_zeros[n] = __ldg(Z + pair_at[n]);
@@ -177,18 +118,22 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   if (threadIdx.x == 0)
     for (int i = 0; i < min(STAGES, count); i++) fetch(i);
 
-  float sum[NT][TOKENS / 8][4];
+  Sum sum[NT][TOKENS / 8][4];
   UNROLL for (int n = 0; n < NT; n++)
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
-      UNROLL for (int k = 0; k < 4; k++) sum[n][j][k] = 0.f;
+      UNROLL for (int k = 0; k < 4; k++) sum[n][j][k] = 0;
 
-  // Makes the fragments of one chunk while the last one's multiply, then sends them to the tensor cores.
-  auto multiply = [&](u32 (&a)[NT][4][4], Slot& slot, int i) {
+#if ACT_BITS == 8 && WEIGHT_BITS == 8
+  const u32 flip = (u32)M >> 31;                         // zero, but only we know: a copy of its own for the tensor cores
+#endif
+  // The fragments of chunk c of a step.
+  auto convert = [&](u32 (&a)[NT][FRAGMENTS][4], Slot& slot, int c) {
     UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int s = 0; s < 4; s++) {               // 16 columns
+      UNROLL for (int s = 0; s < FRAGMENTS; s++) {
         u32 (&f)[4] = a[n][s];
+#if ACT_BITS == 16
 #if GROUP
-        const int group = GROUP == 32 ? s >> 1 : 0;
+        const int group = (c * 64 + s * 16) / GROUP;
 #endif
 #if !ASYM
         const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
@@ -198,10 +143,10 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
         const ZeroPoint z0 = zero_point(channel_zeros[n] & 255), z1 = zero_point(channel_zeros[n] >> 8);
 #endif
 #if WEIGHT_BITS == 4
-        codes_to_acts(word(slot.codes[n][0], s), z0, z1, f);
+        codes_to_acts(word(slot.codes[n][c][0], s), z0, z1, f);
 #else
-        bytes_to_acts(word(slot.codes[n][s >> 1], 2 * (s & 1)), z0, f[0], f[2]);
-        bytes_to_acts(word(slot.codes[n][s >> 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
+        bytes_to_acts(word(slot.codes[n][c][s >> 1], 2 * (s & 1)), z0, f[0], f[2]);
+        bytes_to_acts(word(slot.codes[n][c][s >> 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
 #endif
 #if GROUP
         const u32 s0 = scale_pair(slot.scales[n][group], 0), s1 = scale_pair(slot.scales[n][group], 1);
@@ -210,36 +155,88 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
         f[2] = mul2(f[2], s0);
         f[3] = mul2(f[3], s1);
 #endif
+#elif WEIGHT_BITS == 4                                   // signed nibbles as bytes of 16 times their value
+        const u32 q0 = word(slot.codes[n][c][0], 2 * s), q1 = word(slot.codes[n][c][0], 2 * s + 1);
+        f[0] = (q0 << 4) & 0xf0f0f0f0u;
+        f[1] = q0 & 0xf0f0f0f0u;
+        f[2] = (q1 << 4) & 0xf0f0f0f0u;
+        f[3] = q1 & 0xf0f0f0f0u;
+#else
+        UNROLL for (int k = 0; k < 4; k++) f[k] = word(slot.codes[n][c][s], k) ^ flip;
+#endif
       }
-    if (i + PF < count) load_slot(slot, i + PF);
-    barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
-    // Start address, leading offset (unused), 1024 bytes from 8 tokens to the next 8, 128-byte swizzle.
-    const u64 b = (u64)((stages + i % STAGES * STAGE_BYTES) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-    wgmma_fence();
-    UNROLL for (int s = 0; s < 4; s++)
-      UNROLL for (int n = 0; n < NT; n++) wgmma(sum[n], a[n][s], b + s * 2);
-    wgmma_commit();
+  };
+  // Descriptor of a stage: start address, leading offset (unused), 1024 bytes from 8 tokens to the next 8, 128-byte
+  // swizzle. A fragment is 32 bytes on; a 16-bit chunk has TOKENS rows of its own.
+  auto operand = [&](int i, int c) {
+    const u32 at = stages + i % STAGES * STAGE_BYTES + c * (ACT_BITS == 16 ? TOKENS * 128 : 64);
+    return (u64)(at >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  };
+  auto release = [&](int i) {                            // this warp has done with step i
+    if (lane == 0) barrier_arrive(empty_at + 8 * (i % STAGES));
+  };
+  auto refill = [&](int i) {                             // all warps have, or will before long
+    if (threadIdx.x == 0 && i >= 0 && i + STAGES < count) {
+      barrier_wait(empty_at + 8 * (i % STAGES), (i / STAGES) & 1);
+      fetch(i + STAGES);
+    }
+    __syncwarp();
   };
 
+  u32 a[2][NT][FRAGMENTS][4];
+#if ACT_BITS == 8 && GROUP
+  auto multiply = [&](Slot& slot, int i) {
+    convert(a[0], slot, 0);
+    convert(a[1], slot, 1);
+    float scale[NT][SCALES][2];
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int k = 0; k < SCALES; k++)
+        UNROLL for (int row = 0; row < 2; row++) scale[n][k][row] = scale_of(slot.scales[n][k], row);
+    if (i + PF < count) load_next(slot);
+    barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
+    const u64 b = operand(i, 0);
+    UNROLL for (int k = 0; k < SCALES; k++) {
+      Partial part[NT][TOKENS / 8][4];
+      UNROLL for (int n = 0; n < NT; n++)
+        UNROLL for (int j = 0; j < TOKENS / 8; j++)
+          UNROLL for (int e = 0; e < 4; e++) part[n][j][e] = 0;
+      wgmma_fence();
+      UNROLL for (int s = k * 4 / SCALES; s < (k + 1) * 4 / SCALES; s++)
+        UNROLL for (int n = 0; n < NT; n++) wgmma(part[n], a[s >> 1][n][s & 1], b + s * 2);
+      wgmma_commit();
+      wgmma_wait<0>();
+      UNROLL for (int n = 0; n < NT; n++)
+        UNROLL for (int j = 0; j < TOKENS / 8; j++)
+          UNROLL for (int e = 0; e < 4; e++) sum[n][j][e] += scale[n][k][e >> 1] * small_int_to_float(part[n][j][e]);
+    }
+    release(i);
+    refill(i - 1);
+  };
+#else
+  auto multiply = [&](Slot& slot, int i) {
+    UNROLL for (int c = 0; c < 2; c++) {
+      convert(a[c], slot, c);
+      if (c == 0) barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
+      if (c == 1 && i + PF < count) load_next(slot);
+      const u64 b = operand(i, c);
+      wgmma_fence();
+      UNROLL for (int s = 0; s < FRAGMENTS; s++)
+        UNROLL for (int n = 0; n < NT; n++) wgmma(sum[n], a[c][n][s], b + s * 2);
+      wgmma_commit();
+      wgmma_wait<1>();                                   // all but these are done
+      if (c == 0 && i > 0) release(i - 1);
+    }
+    refill(i - 1);
+  };
+#endif
   // No branch leaves the pipelined loop, or the compiler would not let products overlap.
-  u32 a[2][NT][4][4];
   int base = 0;
   for (; base + PF <= count; base += PF)
-    UNROLL for (int p = 0; p < PF; p++) {
-      const int i = base + p;
-      multiply(a[p & 1], slots[p], i);
-      wgmma_wait<1>();                                   // this warp is done with the chunk before this one
-      if (i > 0 && lane == 0) barrier_arrive(empty_at + 8 * ((i - 1) % STAGES));
-      if (threadIdx.x == 0 && i > 1 && i - 2 + STAGES < count) {   // and the others most likely with the one before that
-        barrier_wait(empty_at + 8 * ((i - 2) % STAGES), ((i - 2) / STAGES) & 1);
-        fetch(i - 2 + STAGES);
-      }
-      __syncwarp();
-    }
+    UNROLL for (int p = 0; p < PF; p++) multiply(slots[p], base + p);
   wgmma_wait<0>();
-  UNROLL for (int p = 0; p < PF; p++)                    // fewer than PF chunks remain; STAGES > PF: they are on their way
+  UNROLL for (int p = 0; p < PF; p++)                    // fewer than PF steps remain
     if (base + p < count) {
-      multiply(a[0], slots[p], base + p);
+      multiply(slots[p], base + p);
       wgmma_wait<0>();
     }
   __syncthreads();                                       // every stage has been read: their memory takes the sums
@@ -249,7 +246,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) {
         const int token = j * 8 + t * 2 + (k & 1), row = (((warp >> 2) * NT + n) * 4 + (warp & 3)) * 16 + g + (k >> 1) * 8;
-        partial[token * LD + row] = sum[n][j][k];
+        partial[token * LD + row] = (float)sum[n][j][k];
       }
   if (SK > 1) cluster_sync(); else __syncthreads();
   const int tokens = min(TOKENS, M - first_token);
@@ -259,6 +256,9 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     const u32 at = (u32)__cvta_generic_to_shared(partial + token * LD + row);
     UNROLL for (int j = 0; j < SK; j++) v += SK > 1 ? cluster_load(at, j) : partial[token * LD + row];
     if (n < N) {
+#if ACT_BITS == 8
+      v *= XS[first_token + token] * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
+#endif
 #if !GROUP
       v *= __ldg((const float*)S + n);
 #endif

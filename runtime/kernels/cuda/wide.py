@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight
 from qtool.runtime.kernels.cuda.nvrtc import Macros
-from qtool.runtime.kernels.cuda.skinny import weight_macros
+from qtool.runtime.kernels.cuda.skinny import quantize_activations, weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 _ARRANGE_THREADS = 128  # of a block, as in arrange.cu
@@ -25,7 +25,7 @@ class WideConfig:
         warpgroups: of a block (WG), 128 threads each.
         tiles: 64-row tiles of a warpgroup (NT).
         split: blocks of a cluster, each with a share of K (SK).
-        prefetch: chunks of 64 columns whose weights are in flight (PF), even.
+        prefetch: steps of 128 columns whose weights are in flight (PF).
         min_blocks: blocks an SM must be able to hold; bounds the registers (MINB).
     """
 
@@ -42,13 +42,17 @@ class WideConfig:
 
     @property
     def stages(self) -> int:
-        """Chunks of activations in shared memory (STAGES)."""
-        return 4 if self.tokens > 64 and self.prefetch < 4 else 8
+        """Steps of activations in shared memory (STAGES)."""
+        return 8 if self.tokens <= 32 else 4
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, act_bits: int) -> int:
         """Dynamic shared memory: the stages of activations, later the block's float32 sums."""
-        return max(self.stages * self.tokens * 2 * CHUNK_COLS, self.tokens * (self.rows + 4) * 4)
+        return max(self.stages * self.tokens * 16 * act_bits, self.tokens * (self.rows + 4) * 4)
+
+
+def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
+    """Whether wide.cu multiplies by this weight: whole steps of 128 columns; int8 activations: symmetric codes."""
+    return packed.chunks % 2 == 0 and (not spec.scheme.act_bits or spec.scheme.symmetric)
 
 
 def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Macros:
@@ -67,7 +71,7 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Ma
 def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config: WideConfig) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
     chosen = macros(spec, packed.scales.dtype, config)
-    return load_kernel(device, "wide.cu", "wide", chosen, shared_limit=config.shared_bytes)
+    return load_kernel(device, "wide.cu", "wide", chosen, shared_limit=config.shared_bytes(spec.scheme.act_bits or 16))
 
 
 def arrange(x: Tensor, tokens: int) -> Tensor:
@@ -85,14 +89,29 @@ def arrange(x: Tensor, tokens: int) -> Tensor:
     return out
 
 
-def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: WideConfig, out: Tensor) -> None:
-    """out [M, N] = x [M, 64 packed.chunks] @ weight.T, both in spec.dtype and contiguous; 16-bit activations."""
+def prepare(x: Tensor, spec: LinearSpec, config: WideConfig) -> tuple[Tensor, Tensor]:
+    """x [M, K] as wide.cu reads it, and its scales [M] float32 (not read with 16-bit activations)."""
+    if spec.scheme.act_bits:
+        return quantize_activations(x, config.tokens)
     arranged = arrange(x, config.tokens)
+    return arranged, arranged
+
+
+def multiply(
+    x: Tensor, x_scales: Tensor, packed: PackedWeight, spec: LinearSpec, config: WideConfig, out: Tensor
+) -> None:
+    """out [M, N] = x @ weight.T.
+
+    Args:
+        x, x_scales: from prepare.
+        packed: a weight for which `supports` holds.
+        out: [M, N] in spec.dtype, contiguous.
+    """
     kernel(x.device, packed, spec, config).launch(
-        (config.split, arranged.shape[0], -(-spec.rows // config.rows)),
+        (config.split, x.shape[0], -(-spec.rows // config.rows)),
         config.warpgroups * 128,
-        (packed.codes, packed.scales, packed.zeros, arranged, out, x.shape[0], spec.rows, packed.chunks),
-        shared_bytes=config.shared_bytes,
+        (packed.codes, packed.scales, packed.zeros, x, x_scales, out, len(out), spec.rows, packed.chunks),
+        shared_bytes=config.shared_bytes(spec.scheme.act_bits or 16),
         cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,
     )

@@ -112,18 +112,17 @@ def test_dequantized_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -
         packed = pack_weight(weight, scheme.act_bits or 16, device())
         got = dequantize_rows(packed, spec, 0, packed.tiles)
         assert torch.equal(got.cpu(), weight.dequantize(dtype))
-        for tokens in (1, 65):
-            run(weight, tokens, dtype, None)
+        run(weight, 65, dtype, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.symmetric or not s.act_bits], ids=lambda s: s.name)
 def test_wide_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
     if not hopper():
         pytest.skip("warpgroup tensor cores are Hopper's")
     weight = make_weight(208, 1152, scheme)
     for tokens in (1, 33, 64, 150):
-        run(weight, tokens, dtype, WideConfig(64, 2, split=3, prefetch=4, min_blocks=2))
+        run(weight, tokens, dtype, WideConfig(64, 2, split=3, prefetch=3))
 
 
 SKINNY_CUTS = [
@@ -154,20 +153,20 @@ def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
 WIDE_CUTS = [
     WideConfig(tokens, warpgroups, tiles, split, prefetch)
     for tokens, warpgroups, tiles, split, prefetch in [
-        (16, 4, 1, 1, 6),
-        (32, 1, 1, 8, 4),
+        (16, 4, 1, 1, 3),
+        (32, 1, 1, 8, 2),
         (32, 3, 2, 2, 2),
         (64, 1, 2, 1, 2),
-        (64, 2, 1, 6, 4),
-        (64, 4, 1, 3, 2),
+        (64, 2, 1, 6, 3),
+        (64, 3, 1, 3, 2),
         (128, 2, 1, 2, 2),
-        (128, 1, 1, 1, 4),
+        (128, 1, 1, 1, 3),
     ]
 ]
 
 
 @pytest.mark.parametrize("cut", WIDE_CUTS, ids=str)
-@pytest.mark.parametrize("name", ["w4g128", "w4g64-asym", "w8"])
+@pytest.mark.parametrize("name", ["w4g128", "w4g64-asym", "w8", "w8a8", "w4g128a8"])
 def test_wide_for_every_cut(name: str, cut: WideConfig) -> None:
     if not hopper():
         pytest.skip("warpgroup tensor cores are Hopper's")

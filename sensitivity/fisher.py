@@ -48,9 +48,8 @@ def fisher_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn
                 for scheme in group.schemes:
                     # [b, seq]: the change of Σ vᵀz that each token's error causes
                     change = torch.stack([_change(*taps[n], deltas[n, scheme.name]) for n in group.members]).sum(0)
-                    sums[group.name, scheme.name] += sum(
-                        float(run.double().sum(1).square().sum()) for run in change.split(RUN, dim=1)
-                    )
+                    runs = torch.stack([run.double().sum(1) for run in torch.split(change, RUN, dim=1)])
+                    sums[group.name, scheme.name] += float(runs.square().sum())
         for (group_name, scheme_name), total in sums.items():
             damage.setdefault(group_name, {})[scheme_name] = 0.5 * total / tokens
         progress("probe (backward)", len(walker) - index, len(walker))

@@ -84,9 +84,13 @@ def _hub_error(repo: str) -> Exception | None:
 
 
 def _download(repo: str, **options: Any) -> Path:
+    """The hub's files of a model. Raises OSError for whatever goes wrong: the client's own errors have many roots."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repo, allow_patterns=list(_PATTERNS), etag_timeout=_HUB_PATIENCE_S, **options))
+    try:
+        return Path(snapshot_download(repo, allow_patterns=list(_PATTERNS), etag_timeout=_HUB_PATIENCE_S, **options))
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _fetch_from_hub(repo: str, progress: ProgressFn) -> Path:

@@ -1,0 +1,90 @@
+"""qtool quantize and qtool inspect on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool.cli.inspect import folded, index_ranges
+from qtool.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
+    return folder
+
+
+def test_quantize_then_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["quantize", str(model), "--out", str(out), "--w-bit", "4", "--group", "64", "--method", "rtn"]
+    assert run([*arguments, "--json", "--quiet"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["average_bits"] == 4.25
+    assert report["artifact_bytes"] == sum(p.stat().st_size for p in out.glob("*.safetensors"))
+    assert run(arguments) == 3  # it is there now
+    assert "exists already" in capsys.readouterr().err
+    assert run(["inspect", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "compressed-tensors"
+    assert found["schemes"] == report["plan"]
+    assert set(found["schemes"].values()) == {"w4g64"}
+    assert found["average_bits"] == 4.25
+    assert found["qtool"]["method"] == "rtn"
+    assert found["qtool"]["source"]["model"] == str(model)
+    assert run(["inspect", str(model)]) == 0
+    assert "fp16" in capsys.readouterr().out
+
+
+def test_a_plan_file_is_followed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(model), "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["schemes"]
+    wanted = {name: "w8" if ".0." in name else "w4g32-asym" for name in layers}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(wanted))
+    out = tmp_path / "out"
+    assert run(["quantize", str(model), "-o", str(out), "--plan", str(plan), "--method", "rtn", "-q"]) == 0
+    capsys.readouterr()
+    assert run(["inspect", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schemes"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--w-bit", "3"], "3 bits per weight is not supported"),
+        (["--group", "100"], "group size 100"),
+        (["--plan", "missing.json"], "missing.json"),
+        (["--method", "magic"], "unknown method 'magic'"),
+        (["--format", "gguf"], "unknown format 'gguf'"),
+        (["--grid", "best"], "unknown grid 'best'"),
+        (["--device", "tpu"], "tpu"),
+        (["--data", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    out = tmp_path / "out"
+    assert run(["quantize", str(model), "--out", str(out), "-q", *extra]) == 3
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranges_are_folded() -> None:
+    assert index_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    layers = {f"model.layers.{i}.mlp.up_proj": scheme for i, scheme in enumerate(("w4", "w4", "w8"))}
+    assert folded(layers, "model.layers") == [("mlp.up_proj", "w4", "0-1"), ("mlp.up_proj", "w8", "2")]

@@ -46,8 +46,8 @@ def mixed_plan(folder: Path) -> QuantPlan:
     return QuantPlan(chosen)
 
 
-def float_model(source: Path, artifact: Path) -> Any:
-    """transformers' float32 model with the artifact's weights, dequantized by qtool."""
+def float_model(source: Path, artifact: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' float32 model with the artifact's weights, dequantized by qtool and rounded to `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with Checkpoint(artifact) as checkpoint:
         reader = open_reader(checkpoint)
@@ -55,7 +55,7 @@ def float_model(source: Path, artifact: Path) -> Any:
         state = {n: checkpoint.tensor(n).float() for n in model.state_dict() if n in checkpoint}
         for layer in linear_shapes(checkpoint):
             if reader.scheme(layer) is not None:
-                state[f"{layer}.weight"] = reader.read(layer).dequantize()
+                state[f"{layer}.weight"] = reader.read(layer).dequantize(dtype).float()
     assert set(model.state_dict()) - set(state) <= {"lm_head.weight"}
     model.load_state_dict(state, strict=False)
     return model.eval()
@@ -73,8 +73,9 @@ def test_transformers_reads_the_artifact_as_we_do(tiny_llama: Path, tmp_path: Pa
     )
     stored = load_file(out / "model.safetensors")
     assert bool((stored["model.layers.1.self_attn.o_proj.weight_scale"] < 0).any()) == mixed
-    ours = float_model(tiny_llama, out)
-    # transformers 5 with compressed-tensors 0.20 opens packed zero points, its own too, only when told to dequantize
+    # transformers 5 with compressed-tensors 0.20 opens packed zero points, its own too, only when told to dequantize;
+    # it then does so in the dtype of the scales
+    ours = float_model(tiny_llama, out, torch.float32 if mixed else torch.bfloat16)
     how = {} if mixed else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **how).eval()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from qtool.cli.common import Device, Json, Model, Quiet, Reporter
 def command(
     model: Model,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The JSON file; the page with the picture goes beside it (.html).")
+        Path, typer.Option("--out", "-o", help="The JSON file; the page with the picture goes beside it (.html).")
     ] = Path("sensitivity.json"),
     schemes: Annotated[
         str, typer.Option("--schemes", help="Candidates, comma-separated: fp16, w8, w8g128, w4g128, w4g64, w4g64-asym")

@@ -40,7 +40,7 @@ def command(
         list[str] | None,
         typer.Option("--keep", help="REGEX (stays in 16 bits) or REGEX=SCHEME, by layer name; may be repeated."),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.json"),
+    output: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.")] = Path("plan.json"),
     quiet: Quiet = False,
     json_result: Json = False,
 ) -> None:

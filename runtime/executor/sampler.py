@@ -6,7 +6,7 @@ distribution, before all of these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +82,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[
     ]
 
 
-def _column(rows: Sequence[SamplingRow], pick: object, like: Tensor) -> Tensor:
-    """[rows, 1] of one parameter."""
-    assert callable(pick)
+def _column(rows: Sequence[SamplingRow], pick: Callable[[SamplingParams], float], like: Tensor) -> Tensor:
+    """[rows, 1] of one parameter: bool, int64 or float32 as `pick` gives it."""
     values = [pick(r.params) for r in rows]
     kind = torch.bool if isinstance(values[0], bool) else torch.long if isinstance(values[0], int) else torch.float32
     return torch.tensor(values, dtype=kind, device=like.device)[:, None]

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def _cuda_kernels() -> tuple[LinearKernel, ...]:
     from qtool.runtime.kernels import cuda  # compiles at first use: not before a CUDA device is asked for
 
-    return tuple(cuda.kernels()) if hasattr(cuda, "kernels") else ()
+    return tuple(cuda.kernels())
 
 
 def candidates(device: torch.device) -> tuple[LinearKernel, ...]:

@@ -85,10 +85,20 @@ def command(
 
 
 def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
-    from qtool.evalsets.report import HEADER, megabytes, metric_row, reasons
+    from qtool.evalsets.report import HEADER, change, megabytes, metric_row, reasons
 
     title = f"{result.candidate.name} against {result.base.name}"
-    reporter.table(title, HEADER, [metric_row(m) for m in result.metrics])
+    rows = [dict(zip(HEADER, metric_row(m))) for m in result.metrics]
+    # what fits into 80 columns; the rest in lines below, and all of it in the report
+    shown = [
+        (r["metric"], r["base"], r["candidate"], change(m), r["limit"], r["verdict"])
+        for r, m in zip(rows, result.metrics)
+    ]
+    reporter.table(title, ("metric", "base", "candidate", "change", "limit", "verdict"), shown)
+    for row in rows:
+        reporter.line(
+            f"{row['metric']}: 90 % interval {row['90 % interval']}, p {row['p']}, after Holm {row['p (Holm)']}"
+        )
     d, noise = result.divergence, result.noise
     facts: dict[str, Any] = {
         "weights": f"{megabytes(result.base.bytes)} → {megabytes(result.candidate.bytes)}",

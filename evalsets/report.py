@@ -74,6 +74,12 @@ def metric_row(m: GatedMetric) -> tuple[str, ...]:
     return (m.name, *cells, m.verdict.value)
 
 
+def change(m: GatedMetric) -> str:
+    """The change that the gate judges: KL itself, perplexity in percent, accuracy in points."""
+    row = dict(zip(HEADER, metric_row(m)))
+    return row["candidate"] if m.kind == "kl" else row["Δ"] if m.kind == "accuracy" else row["Δ %"]
+
+
 def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
@@ -83,11 +89,10 @@ def reasons(comparison: Comparison) -> list[str]:
     lines = []
     for m in comparison.metrics:
         row = dict(zip(HEADER, metric_row(m)))
-        change = row["candidate"] if m.kind == "kl" else row["Δ %"] if m.kind == "perplexity" else row["Δ"]
         if m.verdict is Verdict.FAIL:
-            lines.append(f"{m.name}: {change}, limit {row['limit']}" + (f" ({m.note})" if m.note else ""))
+            lines.append(f"{m.name}: {change(m)}, limit {row['limit']}" + (f" ({m.note})" if m.note else ""))
         elif m.verdict is not Verdict.PASS:
-            lines.append(f"{m.name}: {change} ({row['90 % interval']}), limit {row['limit']}; {m.note}")
+            lines.append(f"{m.name}: {change(m)} ({row['90 % interval']}), limit {row['limit']}; {m.note}")
     return lines or [f"Every metric is within its limit with {100 * 0.95:.0f} % confidence."]
 
 
@@ -143,8 +148,8 @@ def _tile(value: str, name: str) -> str:
 
 
 def _head(c: Comparison) -> str:
-    change = signed(100 * (c.candidate.bytes / c.base.bytes - 1), 0, " %")
-    tiles = [_tile(change, f"size of the weights: {megabytes(c.base.bytes)} → {megabytes(c.candidate.bytes)}")]
+    size = signed(100 * (c.candidate.bytes / c.base.bytes - 1), 0, " %")
+    tiles = [_tile(size, f"size of the weights: {megabytes(c.base.bytes)} → {megabytes(c.candidate.bytes)}")]
     for m in c.metrics:
         row = dict(zip(HEADER, metric_row(m)))
         if m.kind == "kl":
@@ -185,7 +190,7 @@ def _table_section(c: Comparison) -> str:
                 m.loss / m.threshold,
                 m.interval.low / m.threshold,
                 m.interval.high / m.threshold,
-                metric_row(m)[2 if m.kind == "kl" else 4 if m.kind == "perplexity" else 3],
+                change(m),
             )
             for m in c.metrics
         ]

@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, list[str | int]]:
 
 @functools.cache
 def _table(device_name: str) -> dict[str, list[str | int]]:
-    shipped = Path(__file__).resolve().parent / "tables" / f"{_slug(device_name)}.json"
+    shipped = Path(__file__).resolve().parent / f"{_slug(device_name)}.json"
     return _read(shipped) | _read(tuned_path(device_name))
 
 

@@ -55,17 +55,17 @@ def skinny_candidates(spec: LinearSpec, tokens: int, num_sms: int, clusters: boo
         steps = -(-chunks // (step * warps * split))  # of a warp
         in_flight = prefetch * tiles * loads * 4  # registers
         x_registers = x_loads * 4 * (prefetch if prefetch_x else 1)
-        sums = tiles * token_tiles * 4 * (2 if spec.scheme.group_size > 0 else 1)
+        sums = (tiles + 1) * token_tiles * 4
         registers = in_flight + x_registers + sums
-        if registers > 160 or prefetch > steps or (tiles == 4 and tokens < 8):
+        if registers > 200 or prefetch > steps or (tiles == 4 and tokens < 8):
             continue
         if -(-row_tiles // tiles) * split * warps < 8 * num_sms:
             continue
         if (split == 4 and tokens < 16) or (in_flight < 16 and steps > 1):
             continue
-        for min_blocks in sorted({1, 16 // warps, 24 // warps} - {0}):
+        for min_blocks in sorted({1, 12 // warps, 16 // warps, 24 // warps} - {0}):
             config = SkinnyConfig(tiles, warps, split, prefetch, prefetch_x, min_blocks)
-            fits = registers + 32 < 65536 // (32 * warps * min_blocks)
+            fits = registers + 24 <= 65536 // (32 * warps * min_blocks)
             if fits and config.shared_bytes(8 * token_tiles) * min_blocks <= _SHARED_BYTES:
                 yield config
 
@@ -74,12 +74,12 @@ def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[Wid
     """Ways to cut wide.cu that fit the registers and fill the device."""
     act_bits = spec.scheme.act_bits or 16
     for block_tokens, warpgroups, tiles, split, prefetch in itertools.product(
-        (16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 3, 4)
+        (16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6, 8), (2, 4)
     ):
         blocks = -(-spec.rows // (64 * warpgroups * tiles)) * split * -(-tokens // block_tokens)
         loads = spec.scheme.bits // 2
         sums = block_tokens // 2 * (2 if act_bits == 8 and spec.scheme.group_size > 0 else 1)
-        registers = tiles * (sums + 4 * act_bits // 2 + prefetch * (4 * loads + 1))
+        registers = tiles * (sums + 4 * act_bits + prefetch * (4 * loads + 1))
         if block_tokens > max(16, tokens) or block_tokens < min(64, tokens) // 2:
             continue
         if blocks < 0.8 * num_sms or (split > 1 and blocks > 5 * num_sms):

@@ -1,7 +1,7 @@
 // y [M, N] = x [M, K] @ weight.T for tens to hundreds of tokens, on Hopper's warpgroup tensor cores.
 //
 // As in skinny.cu the weights are the A operand and come from registers: each warp of a warpgroup turns its 16 rows of
-// 64 columns into fragments while the 64 before them multiply, and wgmma takes TOKENS tokens from shared memory, which
+// 128 columns into fragments while the 128 before them multiply, and wgmma takes TOKENS tokens from shared memory, which
 // all warpgroups of the block share. Bulk copies bring those into a ring of STAGES steps of 128 columns and signal
 // barriers; arrange.cu or quantize.cu has put them into the order of the weights' columns. A cluster of SK blocks
 // splits K.
@@ -11,11 +11,11 @@
 //
 // Macros: WEIGHT_BITS; ACT_BITS; BF16; SCALE_BF16; GROUP; ASYM (with ACT_BITS 16 alone) as in skinny.cu; TOKENS
 //   16 | 32 | 64 | 128 of a block; WG: warpgroups of a block; NT: 64-row tiles of a warpgroup; SK; PF: steps whose
-//   weights are in flight; STAGES > PF; MINB. After hopper.cuh. The weight has an even number of chunks.
+//   weights are in flight, even; STAGES; MINB. After hopper.cuh. The weight has an even number of chunks.
 
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
 #define SCALES (GROUP ? 128 / (GROUP ? GROUP : 1) : 1)   // scale groups of a step
-#define FRAGMENTS (ACT_BITS / 4)                         // of a chunk: 32 bytes of a token each
+#define FRAGMENTS (ACT_BITS / 2)                         // of a step: 32 bytes of a token each
 #define THREADS (WG * 128)
 #define ROWS (WG * NT * 64)                              // of a block
 #define STAGE_BYTES (TOKENS * 16 * ACT_BITS)
@@ -126,14 +126,14 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
 #if ACT_BITS == 8 && WEIGHT_BITS == 8
   const u32 flip = (u32)M >> 31;                         // zero, but only we know: a copy of its own for the tensor cores
 #endif
-  // The fragments of chunk c of a step.
-  auto convert = [&](u32 (&a)[NT][FRAGMENTS][4], Slot& slot, int c) {
+  // The fragments of a step: 32 bytes of a token each.
+  auto convert = [&](u32 (&a)[NT][FRAGMENTS][4], const Slot& slot) {
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int s = 0; s < FRAGMENTS; s++) {
         u32 (&f)[4] = a[n][s];
 #if ACT_BITS == 16
 #if GROUP
-        const int group = (c * 64 + s * 16) / GROUP;
+        const int group = s * 16 / GROUP;
 #endif
 #if !ASYM
         const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
@@ -143,10 +143,10 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
         const ZeroPoint z0 = zero_point(channel_zeros[n] & 255), z1 = zero_point(channel_zeros[n] >> 8);
 #endif
 #if WEIGHT_BITS == 4
-        codes_to_acts(word(slot.codes[n][c][0], s), z0, z1, f);
+        codes_to_acts(word(slot.codes[n][s >> 2][0], s & 3), z0, z1, f);
 #else
-        bytes_to_acts(word(slot.codes[n][c][s >> 1], 2 * (s & 1)), z0, f[0], f[2]);
-        bytes_to_acts(word(slot.codes[n][c][s >> 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
+        bytes_to_acts(word(slot.codes[n][s >> 2][s >> 1 & 1], 2 * (s & 1)), z0, f[0], f[2]);
+        bytes_to_acts(word(slot.codes[n][s >> 2][s >> 1 & 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
 #endif
 #if GROUP
         const u32 s0 = scale_pair(slot.scales[n][group], 0), s1 = scale_pair(slot.scales[n][group], 1);
@@ -156,20 +156,23 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
         f[3] = mul2(f[3], s1);
 #endif
 #elif WEIGHT_BITS == 4                                   // signed nibbles as bytes of 16 times their value
-        const u32 q0 = word(slot.codes[n][c][0], 2 * s), q1 = word(slot.codes[n][c][0], 2 * s + 1);
+        const u32 q0 = word(slot.codes[n][s >> 1][0], 2 * (s & 1)), q1 = word(slot.codes[n][s >> 1][0], 2 * (s & 1) + 1);
         f[0] = (q0 << 4) & 0xf0f0f0f0u;
         f[1] = q0 & 0xf0f0f0f0u;
         f[2] = (q1 << 4) & 0xf0f0f0f0u;
         f[3] = q1 & 0xf0f0f0f0u;
 #else
-        UNROLL for (int k = 0; k < 4; k++) f[k] = word(slot.codes[n][c][s], k) ^ flip;
+        UNROLL for (int k = 0; k < 4; k++) f[k] = word(slot.codes[n][s >> 1][s & 1], k) ^ flip;
 #endif
       }
+    UNROLL for (int n = 0; n < NT; n++)                  // now, not later: the tensor cores are busy in the meantime
+      UNROLL for (int s = 0; s < FRAGMENTS; s++)
+        UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(a[n][s][k]));
   };
-  // Descriptor of a stage: start address, leading offset (unused), 1024 bytes from 8 tokens to the next 8, 128-byte
-  // swizzle. A fragment is 32 bytes on; a 16-bit chunk has TOKENS rows of its own.
-  auto operand = [&](int i, int c) {
-    const u32 at = stages + i % STAGES * STAGE_BYTES + c * (ACT_BITS == 16 ? TOKENS * 128 : 64);
+  // Descriptor of fragment s of a stage: start address, leading offset (unused), 1024 bytes from 8 tokens to the next 8,
+  // 128-byte swizzle. In 16 bits a stage is two chunks with TOKENS rows each.
+  auto operand = [&](int i, int s) {
+    const u32 at = stages + i % STAGES * STAGE_BYTES + (s >> 2) * (TOKENS * 128) + (s & 3) * 32;
     return (u64)(at >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
   };
   auto release = [&](int i) {                            // this warp has done with step i
@@ -183,18 +186,20 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     __syncwarp();
   };
 
-  u32 a[2][NT][FRAGMENTS][4];
+  u32 a[2][NT][FRAGMENTS][4];                            // one step's multiply while the next one's are made
 #if ACT_BITS == 8 && GROUP
-  auto multiply = [&](Slot& slot, int i) {
-    convert(a[0], slot, 0);
-    convert(a[1], slot, 1);
-    float scale[NT][SCALES][2];
+  float scale[NT][SCALES][2];                            // of the sums to come
+#endif
+  auto keep_scales = [&](const Slot& slot) {
+#if ACT_BITS == 8 && GROUP
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int k = 0; k < SCALES; k++)
         UNROLL for (int row = 0; row < 2; row++) scale[n][k][row] = scale_of(slot.scales[n][k], row);
-    if (i + PF < count) load_next(slot);
+#endif
+  };
+  auto multiply = [&](int p, int i) {                    // step i, in slot p; PF is even
     barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
-    const u64 b = operand(i, 0);
+#if ACT_BITS == 8 && GROUP
     UNROLL for (int k = 0; k < SCALES; k++) {
       Partial part[NT][TOKENS / 8][4];
       UNROLL for (int n = 0; n < NT; n++)
@@ -202,43 +207,36 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
           UNROLL for (int e = 0; e < 4; e++) part[n][j][e] = 0;
       wgmma_fence();
       UNROLL for (int s = k * 4 / SCALES; s < (k + 1) * 4 / SCALES; s++)
-        UNROLL for (int n = 0; n < NT; n++) wgmma(part[n], a[s >> 1][n][s & 1], b + s * 2);
+        UNROLL for (int n = 0; n < NT; n++) wgmma(part[n], a[p & 1][n][s], operand(i, s));
       wgmma_commit();
+      if (k == SCALES - 1) convert(a[~p & 1], slots[(p + 1) % PF]);
       wgmma_wait<0>();
       UNROLL for (int n = 0; n < NT; n++)
         UNROLL for (int j = 0; j < TOKENS / 8; j++)
           UNROLL for (int e = 0; e < 4; e++) sum[n][j][e] += scale[n][k][e >> 1] * small_int_to_float(part[n][j][e]);
     }
+#else
+    wgmma_fence();
+    UNROLL for (int s = 0; s < FRAGMENTS; s++)
+      UNROLL for (int n = 0; n < NT; n++) wgmma(sum[n], a[p & 1][n][s], operand(i, s));
+    wgmma_commit();
+    convert(a[~p & 1], slots[(p + 1) % PF]);             // past the last step: of no use, and no harm
+    wgmma_wait<0>();
+#endif
+    keep_scales(slots[(p + 1) % PF]);
+    if (i + 1 + PF < count) load_next(slots[(p + 1) % PF]);
     release(i);
     refill(i - 1);
   };
-#else
-  auto multiply = [&](Slot& slot, int i) {
-    UNROLL for (int c = 0; c < 2; c++) {
-      convert(a[c], slot, c);
-      if (c == 0) barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
-      if (c == 1 && i + PF < count) load_next(slot);
-      const u64 b = operand(i, c);
-      wgmma_fence();
-      UNROLL for (int s = 0; s < FRAGMENTS; s++)
-        UNROLL for (int n = 0; n < NT; n++) wgmma(sum[n], a[c][n][s], b + s * 2);
-      wgmma_commit();
-      wgmma_wait<1>();                                   // all but these are done
-      if (c == 0 && i > 0) release(i - 1);
-    }
-    refill(i - 1);
-  };
-#endif
+  convert(a[0], slots[0]);
+  keep_scales(slots[0]);
+  if (PF < count) load_next(slots[0]);
   // No branch leaves the pipelined loop, or the compiler would not let products overlap.
   int base = 0;
   for (; base + PF <= count; base += PF)
-    UNROLL for (int p = 0; p < PF; p++) multiply(slots[p], base + p);
-  wgmma_wait<0>();
+    UNROLL for (int p = 0; p < PF; p++) multiply(p, base + p);
   UNROLL for (int p = 0; p < PF; p++)                    // fewer than PF steps remain
-    if (base + p < count) {
-      multiply(slots[p], base + p);
-      wgmma_wait<0>();
-    }
+    if (base + p < count) multiply(p, base + p);
   __syncthreads();                                       // every stage has been read: their memory takes the sums
 
   float* partial = (float*)shared;

@@ -25,7 +25,7 @@ class WideConfig:
         warpgroups: of a block (WG), 128 threads each.
         tiles: 64-row tiles of a warpgroup (NT).
         split: blocks of a cluster, each with a share of K (SK).
-        prefetch: steps of 128 columns whose weights are in flight (PF).
+        prefetch: steps of 128 columns whose weights are in flight (PF), even.
         min_blocks: blocks an SM must be able to hold; bounds the registers (MINB).
     """
 

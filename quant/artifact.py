@@ -79,7 +79,9 @@ class ArtifactWriter:
             self._pending_bytes += size
 
     def _flush(self) -> None:
-        save_file(self._pending, self._folder / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        path = self._folder / f"shard-{len(self._shards)}"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(self._folder.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0

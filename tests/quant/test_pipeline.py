@@ -206,3 +206,4 @@ def test_shards_are_indexed_and_read_back(tiny_llama: Path, tmp_path: Path) -> N
         assert len(checkpoint.files) > 2
         assert checkpoint.names() == sorted(tensors)
         assert all(torch.equal(checkpoint.tensor(n), t) for n, t in tensors.items())
+        assert {p.stat().st_mode for p in checkpoint.files} == {(tmp_path / "out" / "config.json").stat().st_mode}

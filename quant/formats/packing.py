@@ -13,7 +13,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     codes = pad(codes, (0, -codes.shape[-1] % per_word))
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return codes.contiguous().view(torch.int32)
+    # flat first: a dimension of size 1 may carry any stride, and torch before 2.13 then refuses the view
+    return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // 4)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:

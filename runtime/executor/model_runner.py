@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -68,10 +69,10 @@ class ModelRunner:
             first_rows.append(row)
             row += work.num_tokens
         sampled = self._sample(hidden, works, first_rows)
-        for index, work, first in zip(order, works, first_rows):
+        scored = self._score(hidden, works, first_rows)
+        for index, work, first, scores in zip(order, works, first_rows, scored):
             token, logprobs = sampled.get(first, (None, None))
-            scores, count = self._score(hidden, work, first)
-            results[index] = StepResult(token, logprobs, scores, count)
+            results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
         return results
 
     def _sample(
@@ -91,22 +92,46 @@ class ModelRunner:
         return {f: (t, p) for (w, f), t, p in zip(due, tokens, logprobs) if w.sample}
 
     def _score(
-        self, hidden: Tensor, work: ScheduledRequest, first: int
-    ) -> tuple[tuple[TokenLogprobs | Tensor, ...], int]:
-        """Scores of the prompt positions that this piece of work makes known, and how many they are."""
-        request = work.request
-        if request.score_from is None or work.padding or request.num_scored == request.num_to_score:
-            return (), 0
-        begin = request.score_from + request.num_scored  # the token scored by the logits one position before it
-        end = min(work.start + work.num_tokens, request.score_from + request.num_to_score - 1)
-        scores: list[TokenLogprobs | Tensor] = []
-        for at in range(begin, end + 1, SCORE_ROWS):
-            stop = min(at + SCORE_ROWS, end + 1)
-            rows = hidden[first + at - 1 - work.start : first + stop - 1 - work.start]
-            logits = self.model.logits(rows)
-            if request.score_kind == "logits":
-                scores.append(logits)
-                continue
-            targets = torch.tensor(request.token_ids[at:stop], device=self.device)
-            scores += token_logprobs(logits, targets, [request.params.prompt_logprobs or 0] * len(targets))
-        return tuple(scores), max(0, end + 1 - begin)
+        self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]
+    ) -> list[tuple[TokenLogprobs | Tensor, ...]]:
+        """Per piece of work, the scores of the prompt positions that it makes known.
+
+        Rows of requests that want log-probabilities go through the head together: a multiple-choice item has a handful.
+        """
+        spans = [_scored_span(work) for work in works]
+        # the logits of the row before a token score it
+        rows = [[f + at - 1 - w.start for at in span] for w, f, span in zip(works, first_rows, spans)]
+        scores: list[tuple[TokenLogprobs | Tensor, ...]] = [()] * len(works)
+        together: list[int] = []
+        for i, work in enumerate(works):
+            if work.request.score_kind == "logits":
+                scores[i] = tuple(self._logits(hidden, piece) for piece in _pieces(rows[i]))
+            else:
+                together.append(i)
+        tokens = [works[i].request.token_ids[at] for i in together for at in spans[i]]
+        tops = [works[i].request.params.prompt_logprobs or 0 for i in together for _ in spans[i]]
+        flat: list[TokenLogprobs] = []
+        for piece in _pieces([row for i in together for row in rows[i]]):
+            done = slice(len(flat), len(flat) + len(piece))
+            targets = torch.tensor(tokens[done], device=self.device)
+            flat += token_logprobs(self._logits(hidden, piece), targets, tops[done])
+        each = iter(flat)
+        for i in together:
+            scores[i] = tuple(itertools.islice(each, len(spans[i])))
+        return scores
+
+    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        return self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+
+
+def _scored_span(work: ScheduledRequest) -> range:
+    """Positions of the tokens that this piece of work gets scored (one past the prompt's end for its last logits)."""
+    request = work.request
+    if request.score_from is None or work.padding or request.num_scored == request.num_to_score:
+        return range(0)
+    begin = request.score_from + request.num_scored
+    return range(begin, min(work.start + work.num_tokens, request.score_from + request.num_to_score - 1) + 1)
+
+
+def _pieces(rows: Sequence[int]) -> list[Sequence[int]]:
+    return [rows[at : at + SCORE_ROWS] for at in range(0, len(rows), SCORE_ROWS)]

@@ -117,18 +117,18 @@ def tune_all(shapes: list[str], modes: list[str], tokens: list[int], dtype: torc
     jobs = [(spec, b, choice) for spec in specs.values() for b in buckets for choice in candidates(spec, b, device)]
     precompile(jobs, device)
     print(f"compiled for {len(jobs)} candidates in {time.time() - start:.0f} s", flush=True)
-    best: dict[str, Choice] = {}
     every: list[Row] = []
-    for (shape, mode), spec in specs.items():
+    for (shape, _), spec in specs.items():
+        best: dict[str, Choice] = {}
         for name, timings in tune(random_weight(spec), spec, buckets).items():
             best[name] = timings[0].choice
             for t in timings:
                 if t.problem is not None:
                     print(f"left out: {name} {encode(t.choice)}: {t.problem}")
             every += [{"key": name, "shape": shape, **asdict(t), "choice": encode(t.choice)} for t in timings]
+        save_tuned(torch.cuda.get_device_name(), best)
         torch.cuda.empty_cache()
-        print(f"tuned {shape} {mode}, {time.time() - start:.0f} s", flush=True)
-    save_tuned(torch.cuda.get_device_name(), best)
+    print(f"tuned {len(specs)} layers in {time.time() - start:.0f} s", flush=True)
     return every
 
 

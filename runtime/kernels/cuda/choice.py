@@ -105,18 +105,22 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
         capability: of the device; Hopper (9, 0) has warpgroup tensor cores.
         num_sms: streaming multiprocessors of the device.
     """
-    if bucket > 16 and capability == (9, 0) and (spec.scheme.symmetric or not spec.scheme.act_bits):
+    int8, symmetric = spec.scheme.act_bits is not None, spec.scheme.symmetric
+    few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
+    if bucket > few and capability == (9, 0) and (symmetric or not int8):
         blocks = -(-spec.rows // 128)
         split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
         return WideConfig(min(bucket, 64), warpgroups=2, split=split, prefetch=2, min_blocks=2)
     if bucket > 64:
         return None
-    tiles = -(-spec.rows // 16)
-    columns = 2 if tiles >= 3 * num_sms else 1
-    warps = 8 if tiles // columns >= 2 * num_sms else 16
+    per_sm = -(-spec.rows // 16) / num_sms  # 16-row tiles
     if bucket > 16:
-        columns, warps = 2, 8
-    return SkinnyConfig(columns, warps, prefetch=2 if spec.scheme.bits == 4 and bucket <= 16 else 1)
+        return SkinnyConfig(2, 4, prefetch=1) if per_sm > 4 and bucket <= 32 else SkinnyConfig(1, 8, prefetch=1)
+    if per_sm < 3:  # few rows: many warps to a block, so that K is short for each
+        return SkinnyConfig(2, 16, prefetch=2 if spec.scheme.bits == 4 and bucket <= 8 else 1)
+    if per_sm > 8 and not int8:
+        return SkinnyConfig(4 if bucket > 8 else 2, 4, prefetch=1)
+    return SkinnyConfig(2, 4, prefetch=2) if bucket > 8 and not int8 else SkinnyConfig(2, 8, prefetch=1)
 
 
 def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
@@ -209,6 +211,25 @@ def test_tuned_choices_are_merged(tmp_path: object, monkeypatch: pytest.MonkeyPa
     assert '"w4g64 64x64 1"' in text
     assert '"wide"' in text
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_the_shipped_table_can_be_used() -> None:
+    from importlib.resources import files
+
+    table = json.loads((files("qtool.runtime.kernels.cuda") / "nvidia-h200.json").read_text())
+    assert len(table) > 40
+    for name, entry in table.items():
+        scheme, shape, bucket = name.split()
+        rows, cols = (int(n) for n in shape.split("x"))
+        spec = LinearSpec(rows, cols, QuantScheme.parse(scheme))
+        assert name == key(spec, int(bucket))
+        assert int(bucket) in BUCKETS
+        choice = decode(entry)
+        if isinstance(choice, WideConfig):
+            assert choice.prefetch % 2 == 0
+            assert choice.shared_bytes(spec.scheme.act_bits or 16) <= 227 * 1024
+        elif isinstance(choice, SkinnyConfig):
+            assert choice.shared_bytes(int(bucket)) <= 227 * 1024
 
 
 def test_more_tokens_than_the_largest_bucket_need_no_device() -> None:

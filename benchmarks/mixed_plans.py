@@ -83,7 +83,8 @@ def greedy(sensitivity: Sensitivity, avg_bits: float) -> Allocation:
     while True:
         steps = [
             ((g.damage[chosen[i]] - g.damage[s]) / (sizes[i][s] - sizes[i][chosen[i]]), i, s)
-            for i, g in enumerate(sensitivity.groups) for s in g.damage
+            for i, g in enumerate(sensitivity.groups)
+            for s in g.damage
             if 0 < sizes[i][s] - sizes[i][chosen[i]] <= left and g.damage[s] < g.damage[chosen[i]]
         ]
         if not steps:
@@ -167,10 +168,22 @@ def main() -> None:
                 _, states = final_states(checkpoint, tokens, device, plan.plan, grid)
                 got = compare(walker, tokens, base, states)
                 bits = plan.plan.average_bits(shapes)
-                print(f"| {name} | {grid} | {bits:.3f} | {plan.damage:.4g} | {got.kl:.4f} | {got.perplexity:.2f} "
-                      f"| {100 * got.top1:.1f} |", flush=True)
-                results.append({"plan": name, "grid": grid, "bits": bits, "predicted": plan.damage,
-                                "kl": got.kl, "perplexity": got.perplexity, "top1": got.top1})
+                print(
+                    f"| {name} | {grid} | {bits:.3f} | {plan.damage:.4g} | {got.kl:.4f} | {got.perplexity:.2f} "
+                    f"| {100 * got.top1:.1f} |",
+                    flush=True,
+                )
+                results.append(
+                    {
+                        "plan": name,
+                        "grid": grid,
+                        "bits": bits,
+                        "predicted": plan.damage,
+                        "kl": got.kl,
+                        "perplexity": got.perplexity,
+                        "top1": got.top1,
+                    }
+                )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -99,8 +99,13 @@ def main() -> None:
         out = args.work / run.replace(":", "-")
         started = time.perf_counter()
         report = quantize(
-            folder, out, scheme=QuantScheme.parse(scheme), method=method, calibration=calibration,
-            grid=grid[0] if grid else None, overwrite=True,
+            folder,
+            out,
+            scheme=QuantScheme.parse(scheme),
+            method=method,
+            calibration=calibration,
+            grid=grid[0] if grid else None,
+            overwrite=True,
         )
         seconds = time.perf_counter() - started
         load_artifact(model, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -75,5 +76,13 @@ def run(args: list[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
+    # OpenMP threads that spin for long freeze each other as soon as anything else wants a core; a short spin costs
+    # nothing where the machine is idle. libgomp reads it when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    signal.signal(signal.SIGTERM, _stop)  # a polite kill cleans up as Ctrl-C does
     sys.exit(run())

@@ -54,6 +54,8 @@ def run(args: list[str] | None = None) -> int:
     """Run the command line and return its exit status; every refusal is one line on stderr."""
     try:
         result = build_app()(args=args, standalone_mode=False)
+        if result == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except typer.Exit as stop:
         return stop.exit_code
     except TyperException as error:

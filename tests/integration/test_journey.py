@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ BAD: list[tuple[list[str], str]] = [
     (["quantize", "{alien}"], "'mamba' is not supported"),
     (["serve", "{alien}"], "'mamba' is not supported"),
     (["quantize", "{truncated}"], "truncated or damaged"),
-    (["serve", "{truncated}"], "truncated or damaged"),
+    (["bench", "{truncated}"], "truncated or damaged"),
     (["inspect", "{truncated}"], "truncated or damaged"),
     (["quantize", "{model}", "--w-bit", "3"], "3 bits per weight"),
     (["quantize", "{odd}", "--group", "128"], "no group size"),
@@ -108,7 +109,7 @@ BAD: list[tuple[list[str], str]] = [
     (["quantize", "{model}", "--data", "missing.txt"], "no such file"),
     (["quantize", "{model}", "--out", "{empty}"], "exists"),
     (["analyze", "{model}", "--data", "{nothing}"], "holds no text"),
-    (["analyze", "{model}", "--schemes", "w3"], "unknown scheme"),
+    (["analyze", "{model}", "--schemes", "int4"], "unknown scheme"),
     (["plan", "missing.json", "--avg-bits", "5"], "missing.json"),
     (["compare", "{model}", "nowhere/at/all"], "no such folder"),
     (["compare", "{model}", "{model}", "--tasks", "missing.jsonl"], "missing.jsonl"),
@@ -129,6 +130,9 @@ def places(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         folder.mkdir()
     good = tiny_model("llama")
     config = json.loads((good / "config.json").read_text())
+    for name in ("alien", "truncated"):
+        for file in good.glob("tokenizer*"):
+            shutil.copy(file, folders[name])
     for name in ("weightless", "truncated"):
         (folders[name] / "config.json").write_text(json.dumps(config))
     (folders["alien"] / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))

@@ -62,13 +62,15 @@ def command(
     reporter.table("By kind (summed over blocks)", *report.kind_rows(result))
     reporter.line(report.verdict(result))
     reporter.say(f"wrote {output} and {page}; next: qtool plan {output} --avg-bits 4.5 -o plan.json")
-    reporter.result({
-        "sensitivity": str(output),
-        "page": str(page),
-        "metric": metric,
-        "fingerprint": result.fingerprint,
-        "verdict": report.verdict(result),
-        "most_sensitive": [
-            {"group": g.name, "damage": dict(g.damage)} for g in report.most_sensitive(result)[: report.TOP]
-        ],
-    })
+    reporter.result(
+        {
+            "sensitivity": str(output),
+            "page": str(page),
+            "metric": metric,
+            "fingerprint": result.fingerprint,
+            "verdict": report.verdict(result),
+            "most_sensitive": [
+                {"group": g.name, "damage": dict(g.damage)} for g in report.most_sensitive(result)[: report.TOP]
+            ],
+        }
+    )

@@ -37,13 +37,17 @@ def command(
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option("--concurrency", help="Requests in flight, comma-separated. Default: 1,4,16; 16 with "
-                     "--compare-static.", show_default=False),
+        typer.Option(
+            "--concurrency",
+            help="Requests in flight, comma-separated. Default: 1,4,16; 16 with --compare-static.",
+            show_default=False,
+        ),
     ] = None,
     num_requests: Annotated[
         int | None,
-        typer.Option("--num-requests", help="Requests per run. Default: 4 × the concurrency, at least 10.",
-                     show_default=False),
+        typer.Option(
+            "--num-requests", help="Requests per run. Default: 4 × the concurrency, at least 10.", show_default=False
+        ),
     ] = None,
     input_len: Annotated[int, typer.Option("--input-len", help="Tokens of each prompt, drawn at random.")] = 128,
     request_rate: Annotated[
@@ -82,8 +86,13 @@ def command(
     levels = _levels(concurrency or ("16" if compare_static else "1,4,16"))
     _check(model, url, num_requests, input_len, request_rate, trace, trace_speed, compare_static, concurrency)
     arguments = engine_args(
-        dtype=dtype, device=device, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, kv_cache_memory=kv_cache_memory, block_size=block_size,
+        dtype=dtype,
+        device=device,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
     )
     from qtool.runtime.bench import mixed_workload, read_trace
 
@@ -178,8 +187,15 @@ def _levels(text: str) -> list[int]:
 
 
 def _check(
-    model: str | None, url: str | None, num_requests: int | None, input_len: int, rate: float | None,
-    trace: Path | None, trace_speed: float, compare_static: bool, concurrency: str | None,
+    model: str | None,
+    url: str | None,
+    num_requests: int | None,
+    input_len: int,
+    rate: float | None,
+    trace: Path | None,
+    trace_speed: float,
+    compare_static: bool,
+    concurrency: str | None,
 ) -> None:
     """Refuse what cannot be meant. Raises QtoolError."""
     if (model is None) == (url is None):
@@ -196,8 +212,11 @@ def _check(
         raise QtoolError(f"--trace-speed must be above 0, got {trace_speed}")
     if trace is not None and not trace.is_file():
         raise QtoolError(f"--trace: there is no file {trace}")
-    loops = [name for name, given in (("--concurrency", concurrency), ("--request-rate", rate), ("--trace", trace))
-             if given is not None]
+    loops = [
+        name
+        for name, given in (("--concurrency", concurrency), ("--request-rate", rate), ("--trace", trace))
+        if given is not None
+    ]
     if len(loops) > 1:
         raise QtoolError(f"{' and '.join(loops)} exclude each other: choose one kind of load")
 

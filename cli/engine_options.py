@@ -41,8 +41,14 @@ def parse_bytes(text: str) -> int:
 
 
 def engine_args(
-    *, dtype: str, device: str, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None,
-    kv_cache_memory: str | None, block_size: int,
+    *,
+    dtype: str,
+    device: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int | None,
+    kv_cache_memory: str | None,
+    block_size: int,
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
@@ -50,8 +56,10 @@ def engine_args(
         QtoolError: a value out of range, named as its option.
     """
     numbers = {
-        "--max-num-seqs": max_num_seqs, "--max-num-batched-tokens": max_num_batched_tokens,
-        "--max-model-len": max_model_len, "--block-size": block_size,
+        "--max-num-seqs": max_num_seqs,
+        "--max-num-batched-tokens": max_num_batched_tokens,
+        "--max-model-len": max_model_len,
+        "--block-size": block_size,
     }
     for option, value in numbers.items():
         if value is not None and value < 1:
@@ -59,7 +67,11 @@ def engine_args(
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise QtoolError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     return {
-        "dtype": dtype, "device": device, "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len, "block_size": block_size,
+        "dtype": dtype,
+        "device": device,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

@@ -73,21 +73,25 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
     )
     if record is not None:
         source, calibration = record.get("source", {}), record.get("calibration")
-        origin = "no calibration" if calibration is None else (
-            f"{calibration['num_sequences']} × {calibration['seq_len']} tokens of {calibration['source']}"
+        origin = (
+            "no calibration"
+            if calibration is None
+            else (f"{calibration['num_sequences']} × {calibration['seq_len']} tokens of {calibration['source']}")
         )
         reporter.line(
             f"made by qtool {record.get('qtool_version')} from {source.get('model')} by {record.get('method')}, "
             f"{origin}, seed {record.get('seed')}"
         )
-    reporter.result({
-        "folder": str(folder),
-        "model_type": structure.model_type,
-        "num_blocks": structure.num_blocks,
-        "format": form,
-        "weight_file_bytes": total,
-        "linear_bytes": linear_bytes,
-        "average_bits": plan.average_bits(shapes),
-        "schemes": names,
-        "qtool": record,
-    })
+    reporter.result(
+        {
+            "folder": str(folder),
+            "model_type": structure.model_type,
+            "num_blocks": structure.num_blocks,
+            "format": form,
+            "weight_file_bytes": total,
+            "linear_bytes": linear_bytes,
+            "average_bits": plan.average_bits(shapes),
+            "schemes": names,
+            "qtool": record,
+        }
+    )

@@ -32,15 +32,17 @@ def summary_rows(report: QuantizeReport) -> list[list[str]]:
     for (kind, scheme), names in kinds.items():
         records = [report.layers[n] for n in names]
         worst = max(names, key=lambda n: report.layers[n].relative_error)
-        rows.append([
-            kind,
-            scheme,
-            str(len(names)),
-            f"{sum(r.relative_error for r in records) / len(records):.4f}",
-            f"{sum(r.rtn_error for r in records) / len(records):.4f}",
-            f"{report.layers[worst].relative_error:.4f}",
-            worst,
-        ])
+        rows.append(
+            [
+                kind,
+                scheme,
+                str(len(names)),
+                f"{sum(r.relative_error for r in records) / len(records):.4f}",
+                f"{sum(r.rtn_error for r in records) / len(records):.4f}",
+                f"{report.layers[worst].relative_error:.4f}",
+                worst,
+            ]
+        )
     return rows
 
 

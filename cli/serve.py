@@ -52,8 +52,13 @@ def command(
     if drain_s <= 0:
         raise QtoolError(f"--drain-s must be above 0, got {drain_s}")
     arguments = engine_args(
-        dtype=dtype, device=device, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, kv_cache_memory=kv_cache_memory, block_size=block_size,
+        dtype=dtype,
+        device=device,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
     )
     from qtool.runtime.server.launch import bind, run, url_of
 

@@ -176,8 +176,15 @@ class Block:
         inputs: [b, seq, hidden] each; the list changes when the walk goes on, its tensors do not.
     """
 
-    def __init__(self, index: int, name: str, module: nn.Module, linears: dict[str, nn.Linear], inputs: list[Tensor],
-                 positions: _Positions) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        linears: dict[str, nn.Linear],
+        inputs: list[Tensor],
+        positions: _Positions,
+    ) -> None:
         self.index, self.name, self.module, self.linears, self.inputs = index, name, module, linears, inputs
         self._positions = positions
 
@@ -188,6 +195,7 @@ class Block:
 
     def capture(self, names: Iterable[str], on_input: Callable[[str, Tensor], None]) -> None:
         """Run all inputs; call `on_input(name, x)` with x [tokens, in_features] whenever a named linear is reached."""
+
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             return lambda module, args: on_input(name, args[0].detach().reshape(-1, args[0].shape[-1]))
 

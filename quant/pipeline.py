@@ -209,8 +209,14 @@ def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
     return {name: scheme for name, scheme in job.plan.layers.items() if name.startswith(prefix)}
 
 
-def _record(job: Job, model: str, calibration: CalibrationSet | None, seed: int, notes: list[str],
-            layers: Mapping[str, LayerRecord]) -> dict[str, Any]:
+def _record(
+    job: Job,
+    model: str,
+    calibration: CalibrationSet | None,
+    seed: int,
+    notes: list[str],
+    layers: Mapping[str, LayerRecord],
+) -> dict[str, Any]:
     """qtool.json: how the artifact came about. Times are not in it, so that the same run gives the same bytes."""
     return {
         "qtool_version": __version__,
@@ -225,7 +231,9 @@ def _record(job: Job, model: str, calibration: CalibrationSet | None, seed: int,
         "damping": job.settings.damping if job.settings.method == "gptq" else None,
         "format": job.format,
         "seed": seed,
-        "calibration": None if calibration is None else {
+        "calibration": None
+        if calibration is None
+        else {
             "source": calibration.source,
             "num_sequences": calibration.tokens.shape[0],
             "seq_len": calibration.tokens.shape[1],
@@ -306,11 +314,13 @@ def quantize(
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target) as artifact:
-            artifact.add({
-                name: checkpoint.tensor(name)
-                for name in _kept_names(job)
-                if not name.startswith(f"{job.structure.blocks}.")
-            })
+            artifact.add(
+                {
+                    name: checkpoint.tensor(name)
+                    for name in _kept_names(job)
+                    if not name.startswith(f"{job.structure.blocks}.")
+                }
+            )
             stage = f"quantize ({method})"
             for index, result in enumerate(blocks):
                 artifact.add(_block_tensors(job, index, result))

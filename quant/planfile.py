@@ -42,8 +42,10 @@ class PlanFile:
     def check_model(self, fingerprint: str, what: str) -> None:
         """Raise QtoolError where the plan was made for another model than the one of this fingerprint."""
         if self.fingerprint is not None and self.fingerprint != fingerprint:
-            raise QtoolError(f"{what} was made for another model (fingerprint {self.fingerprint[:12]}, "
-                             f"this one is {fingerprint[:12]}); analyze and plan again")
+            raise QtoolError(
+                f"{what} was made for another model (fingerprint {self.fingerprint[:12]}, "
+                f"this one is {fingerprint[:12]}); analyze and plan again"
+            )
 
 
 def read_plan(path: Path) -> PlanFile:

@@ -161,7 +161,8 @@ def check_fits(workload: Sequence[BenchRequest], max_model_len: int) -> None:
         if need > max_model_len:
             raise QtoolError(
                 f"request {number} needs {len(request.prompt)} + {request.output_len} tokens, but the context is "
-                f"{max_model_len}; lower --input-len or serve with a larger --max-model-len")
+                f"{max_model_len}; lower --input-len or serve with a larger --max-model-len"
+            )
 
 
 # ---- from timings to figures ----
@@ -191,10 +192,13 @@ def summarize(
         total_tokens_per_s=(prompt + output) / duration,
         requests_per_s=len(good) / duration,
         ttft=_latency([t.deliveries[0] - t.arrival for t in good if t.deliveries]),
-        tpot=_latency([
-            (t.deliveries[-1] - t.deliveries[0]) / (t.output_tokens - 1)
-            for t in good if t.output_tokens > 1 and t.deliveries
-        ]),
+        tpot=_latency(
+            [
+                (t.deliveries[-1] - t.deliveries[0]) / (t.output_tokens - 1)
+                for t in good
+                if t.output_tokens > 1 and t.deliveries
+            ]
+        ),
         itl=_latency([b - a for t in good for a, b in itertools.pairwise(t.deliveries)]),
         e2e=_latency([t.deliveries[-1] - t.arrival for t in good if t.deliveries]),
         kv=kv,
@@ -284,7 +288,8 @@ def run_engine(
                 if tokens != request.output_len:
                     reason = output.outputs[0].finish_reason
                     raise QtoolError(
-                        f"the engine ended a request after {tokens} of {request.output_len} tokens ({reason})")
+                        f"the engine ended a request after {tokens} of {request.output_len} tokens ({reason})"
+                    )
                 timings.append(RequestTiming(arrival, tuple(deliveries), len(request.prompt), tokens))
                 progress(label, len(timings), len(workload))
     return summarize(timings, clock() - start, concurrency=concurrency, kv=meter.result())

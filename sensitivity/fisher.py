@@ -39,7 +39,9 @@ def fisher_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn
         block = walker.block(index, prefix.pop())
         deltas = {
             (name, s.name): fake_quantize(name, block.linears[name].weight, s) - block.linears[name].weight
-            for g in mine for s in g.schemes for name in g.members
+            for g in mine
+            for s in g.schemes
+            for name in g.members
         }
         sums = {(g.name, s.name): 0.0 for g in mine for s in g.schemes}
         for i, inputs in enumerate(block.inputs):
@@ -87,6 +89,7 @@ def _backward(block: Block, inputs: Tensor, grad: Tensor) -> tuple[dict[str, tup
     outer: dict[str, Tensor] = {}
     handles = []
     for name, linear in block.linears.items():
+
         def keep(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
             inner[name], outer[name] = args[0].detach(), output
 

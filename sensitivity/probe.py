@@ -68,7 +68,10 @@ def analyze(
         walker = BlockWalker(checkpoint, calibration.tokens, device=place, batch_tokens=1024)
         groups = candidate_groups(walker.structure, shapes, candidates)
         measure: dict[str, Callable[[BlockWalker, list[Group], ProgressFn], Damage]] = {
-            "fisher": fisher_damage, "kl": kl_damage, "output": output_damage, "weight": weight_damage,
+            "fisher": fisher_damage,
+            "kl": kl_damage,
+            "output": output_damage,
+            "weight": weight_damage,
         }
         damage = measure[metric](walker, groups, progress)
         return Sensitivity(
@@ -85,8 +88,9 @@ def analyze(
             weight_error=_weight_errors(checkpoint, groups, place, progress),
             other_bytes=_other_bytes(checkpoint, walker),
             groups=tuple(
-                GroupSensitivity(g.name, g.block, g.kind, g.members,
-                                 {**({FLOAT: 0.0} if g.keeps_float else {}), **damage[g.name]})
+                GroupSensitivity(
+                    g.name, g.block, g.kind, g.members, {**({FLOAT: 0.0} if g.keeps_float else {}), **damage[g.name]}
+                )
                 for g in groups
             ),
         )

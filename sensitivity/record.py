@@ -107,8 +107,13 @@ class Sensitivity:
                 weight_error={name: v["weight_error"] for name, v in document["layers"].items()},
                 other_bytes=int(document["other_bytes"]),
                 groups=tuple(
-                    GroupSensitivity(g["name"], int(g["block"]), g["kind"], tuple(g["members"]),
-                                     {k: float(v) for k, v in g["damage"].items()})
+                    GroupSensitivity(
+                        g["name"],
+                        int(g["block"]),
+                        g["kind"],
+                        tuple(g["members"]),
+                        {k: float(v) for k, v in g["damage"].items()},
+                    )
                     for g in document["groups"]
                 ),
             )

@@ -50,9 +50,7 @@ def main() -> None:
     (out / ".qtool-demo").touch()
 
     start = time.monotonic()
-    sensitivity, plan, artifact, report = (
-        str(out / n) for n in ("sensitivity.json", "plan.json", "model", "report")
-    )
+    sensitivity, plan, artifact, report = (str(out / n) for n in ("sensitivity.json", "plan.json", "model", "report"))
     base = run("fetch", MODEL)[1]["folder"]
     run("analyze", base, "--out", sensitivity)
     _, planned = run("plan", sensitivity, "--avg-bits", args.avg_bits, "--out", plan)
@@ -83,9 +81,7 @@ def print_table(comparison: Any, before: Any, after: Any) -> None:
         table.add_row(name, *(_number(metric[side]) for side in ("base", "candidate")), metric["verdict"])
     table.add_row("same top-1 token, %", "100", f"{100 * comparison['divergence']['same_top1']:.1f}")
     for b, a in zip(before, after, strict=True):
-        table.add_row(
-            f"tokens/s, {b['concurrency']} at once", *(f"{r['output_tokens_per_s']:.0f}" for r in (b, a))
-        )
+        table.add_row(f"tokens/s, {b['concurrency']} at once", *(f"{r['output_tokens_per_s']:.0f}" for r in (b, a)))
         table.add_row(f"TTFT p50, ms, {b['concurrency']} at once", *(f"{1e3 * r['ttft']['p50']:.0f}" for r in (b, a)))
     Console().print(table)
 

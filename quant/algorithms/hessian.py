@@ -72,8 +72,10 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
     if not bool(torch.isfinite(hessian).all()):
         raise QtoolError(f"{layer}: calibration activations hold NaN or infinite values, or overflow float32")
     dead = diagonal <= 0
-    order = torch.argsort(torch.where(dead, 0, diagonal), descending=True, stable=True) if act_order else (
-        torch.arange(len(diagonal), device=hessian.device)
+    order = (
+        torch.argsort(torch.where(dead, 0, diagonal), descending=True, stable=True)
+        if act_order
+        else (torch.arange(len(diagonal), device=hessian.device))
     )
     mean = diagonal[~dead].double().mean().item() if not bool(dead.all()) else 1.0
     # scaled by its own mean, the matrix can be neither tiny nor huge; GPTQ's steps do not depend on the scale of H
@@ -90,7 +92,6 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
                 return InverseFactor(upper, order, dead, used)
         used = max(used, 1e-4) * 10
     raise QtoolError(f"{layer}: the Hessian stays singular at a damping of {_MAX_DAMPING}: use more calibration data")
-
 
 
 def diagonal_blocks(hessian: Tensor, size: int) -> Tensor:

@@ -76,9 +76,7 @@ def _llama3(inverse: Tensor, rope: Mapping[str, Any]) -> Tensor:
     return keep * inverse + (1 - keep) * inverse / factor
 
 
-def _yarn(
-    inverse: Tensor, rope: Mapping[str, Any], base: float, head_dim: int, trained: int
-) -> tuple[Tensor, float]:
+def _yarn(inverse: Tensor, rope: Mapping[str, Any], base: float, head_dim: int, trained: int) -> tuple[Tensor, float]:
     """Dimensions that turn often keep their frequency, those that turn seldom are interpolated; a ramp between."""
     original = rope.get("original_max_position_embeddings") or trained
     factor = rope.get("factor") or trained / original

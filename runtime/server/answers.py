@@ -70,7 +70,7 @@ class Progress:
         """
         if self.done or (len(text) == self.chars and not finished):
             return None
-        piece, first = text[self.chars:], self.tokens
+        piece, first = text[self.chars :], self.tokens
         self.chars, self.tokens, self.started, self.done = len(text), num_tokens, True, finished
         return piece, first
 
@@ -116,8 +116,7 @@ class CompletionAnswer:
         return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        body = Completion(
-            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices)
+        body = Completion(id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices)
         if usage is not None:
             body.usage = usage
         return body
@@ -167,7 +166,11 @@ class ChatAnswer:
             for choice in outputs[0].outputs
         ]
         return ChatCompletion(
-            id=self.id, object="chat.completion", created=self.created, model=self.model, choices=choices,
+            id=self.id,
+            object="chat.completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
             usage=usage_of(outputs),
         )
 
@@ -179,13 +182,17 @@ class ChatAnswer:
             if step is None:
                 continue
             piece, first = step
-            yield self._chunk([ChatChunkChoice(
-                index=choice.index,
-                delta=ChatText(role="assistant", content=piece) if opening else ChatText(content=piece),
-                logprobs=self._logprobs(choice, first),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )])
+            yield self._chunk(
+                [
+                    ChatChunkChoice(
+                        index=choice.index,
+                        delta=ChatText(role="assistant", content=piece) if opening else ChatText(content=piece),
+                        logprobs=self._logprobs(choice, first),
+                        finish_reason=choice.finish_reason,
+                        stop_reason=choice.stop_reason,
+                    )
+                ]
+            )
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         chunk = self._chunk([])
@@ -194,7 +201,8 @@ class ChatAnswer:
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices)
+            id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices
+        )
 
     def _logprobs(self, choice: CompletionOutput, first: int) -> ChatLogprobs | None:
         if self.top_logprobs is None:

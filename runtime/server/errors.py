@@ -21,7 +21,12 @@ class ApiError(Exception):
     """A refusal with an HTTP status of its own; `param` names the field at fault, `code` is for machines."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)

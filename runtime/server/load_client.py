@@ -54,8 +54,13 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 async def _run(
-    url: str, model: str, workload: Sequence[BenchRequest], concurrency: int | None, api_key: str | None,
-    timeout_s: float, progress: ProgressFn,
+    url: str,
+    model: str,
+    workload: Sequence[BenchRequest],
+    concurrency: int | None,
+    api_key: str | None,
+    timeout_s: float,
+    progress: ProgressFn,
 ) -> BenchResult:
     gate = asyncio.Semaphore(concurrency) if concurrency is not None else None
     done = 0
@@ -86,8 +91,13 @@ async def _send(
 ) -> RequestTiming:
     """One streamed completion; tokens are counted by the server's usage, times by the chunks as they come."""
     body = {
-        "model": model, "prompt": list(request.prompt), "max_tokens": request.output_len, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        "model": model,
+        "prompt": list(request.prompt),
+        "max_tokens": request.output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
     deliveries: list[float] = []
     usage: dict[str, int] | None = None

@@ -59,19 +59,22 @@ class Metrics:
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         finished = Counter(
-            prefix + "request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
+            prefix + "request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
             registry=self.registry,
         )
         self.finished = {r: finished.labels(model_name, r) for r in ("stop", "length", "abort")}
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self.itl = histogram("inter_token_latency_seconds", "From one token of a request to the next.", _PER_TOKEN)
         self.tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after a request's first.", _PER_TOKEN)
+            "request_time_per_output_token_seconds", "Mean time per token after a request's first.", _PER_TOKEN
+        )
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST)
         self.prefill_time = histogram(
-            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST)
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "From the first token to the last.", _REQUEST)
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST
+        )
+        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST)
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)

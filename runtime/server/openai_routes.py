@@ -80,11 +80,19 @@ def build_router(service: Service) -> APIRouter:
         )
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = [text if isinstance(text, str) else await _off_loop(service, service.tokenizer.decode, text)
-                      for text in body.prompt]
+            echoes = [
+                text if isinstance(text, str) else await _off_loop(service, service.tokenizer.decode, text)
+                for text in body.prompt
+            ]
         answer = CompletionAnswer(
-            _new_id("cmpl"), int(time.time()), service.model_name, service.token_text,
-            logprobs=body.logprobs, echoes=tuple(echoes), echo=bool(body.echo), outputs_per_prompt=params.n,
+            _new_id("cmpl"),
+            int(time.time()),
+            service.model_name,
+            service.token_text,
+            logprobs=body.logprobs,
+            echoes=tuple(echoes),
+            echo=bool(body.echo),
+            outputs_per_prompt=params.n,
         )
         return await _respond(service, request, body, prompts, params, answer, hide_output=max_tokens == 0)
 
@@ -100,7 +108,10 @@ def build_router(service: Service) -> APIRouter:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         answer = ChatAnswer(
-            _new_id("chatcmpl"), int(time.time()), service.model_name, service.token_text,
+            _new_id("chatcmpl"),
+            int(time.time()),
+            service.model_name,
+            service.token_text,
             top_logprobs=params.logprobs,
         )
         return await _respond(service, request, body, [prompt], params, answer)
@@ -162,8 +173,12 @@ def _check_length(service: Service, prompt: int, output: int, output_field: str,
     if prompt + output > limit:
         param = prompt_field if prompt >= limit else output_field
         raise ApiError(
-            400, f"the model's context is {limit} tokens, but {prompt} in the prompt and {output} to generate were "
-            f"asked for; shorten the prompt or lower {output_field}", param=param, code="context_length_exceeded")
+            400,
+            f"the model's context is {limit} tokens, but {prompt} in the prompt and {output} to generate were "
+            f"asked for; shorten the prompt or lower {output_field}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 async def _off_loop(service: Service, function: Callable[..., T], *args: Any) -> T:
@@ -196,8 +211,14 @@ async def _encode_chat(service: Service, body: ChatRequest) -> list[int]:
 
 
 async def _respond(
-    service: Service, request: Request, body: SamplingRequest, prompts: Sequence[Sequence[int]],
-    params: SamplingParams, answer: Answer, *, hide_output: bool = False,
+    service: Service,
+    request: Request,
+    body: SamplingRequest,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    answer: Answer,
+    *,
+    hide_output: bool = False,
 ) -> Response:
     """Queue the prompts and answer, whole or as a stream of server-sent events."""
     ids = [f"{answer.id}-{position}" for position in range(len(prompts))]
@@ -237,9 +258,16 @@ async def _refuse_failed(outputs: OutputStream, hide_output: bool) -> AsyncItera
             raise EngineDeadError("the engine failed on this request; the server's log has the details")
         if hide_output:
             nothing = tuple(
-                replace(choice, text="", token_ids=(), logprobs=None if choice.logprobs is None else (),
-                        finish_reason=choice.finish_reason and "length", stop_reason=None)
-                for choice in output.outputs)
+                replace(
+                    choice,
+                    text="",
+                    token_ids=(),
+                    logprobs=None if choice.logprobs is None else (),
+                    finish_reason=choice.finish_reason and "length",
+                    stop_reason=None,
+                )
+                for choice in output.outputs
+            )
             output = replace(output, outputs=nothing)
         yield position, output
 

@@ -134,8 +134,20 @@ class SamplingRequest(ApiModel):
         """
         given = {
             name: getattr(self, name)
-            for name in ("n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-                         "frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
+            for name in (
+                "n",
+                "temperature",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "seed",
+                "stop",
+                "stop_token_ids",
+                "min_tokens",
+                "ignore_eos",
+            )
             if getattr(self, name) is not None
         }
         top_k = max(self.top_k or 0, 0)  # vLLM writes "keep all" as -1 as well

@@ -113,10 +113,12 @@ def chat_logprobs(text: TokenText, entries: Sequence[TokenLogprobs], count: int)
         raw = text.to_bytes(token_id)
         return {"token": _show(raw), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
 
-    return ChatLogprobs(content=[
-        ChatTokenLogprob(
-            **show(entry.token_id, entry.logprob),
-            top_logprobs=[TopLogprob(**show(*pair)) for pair in _likeliest(entry, count)],
-        )
-        for entry in entries
-    ])
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                **show(entry.token_id, entry.logprob),
+                top_logprobs=[TopLogprob(**show(*pair)) for pair in _likeliest(entry, count)],
+            )
+            for entry in entries
+        ]
+    )

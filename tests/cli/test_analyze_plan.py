@@ -23,8 +23,16 @@ from qtool.quant.structure import linear_shapes
 
 def save_model(folder: Path, seed: int = 0) -> Path:
     config = AutoConfig.for_model(
-        "qwen2", vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
+        "qwen2",
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -59,8 +67,23 @@ def qtool(*args: str) -> str:
 @pytest.fixture(scope="module")
 def sensitivity(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("analysis") / "s.json"
-    qtool("analyze", str(folder), "-o", str(out), "--data", str(text), "--samples", "4", "--seq-len", "32",
-          "--schemes", "fp16,w8,w4g64,w4g32", "--device", "cpu", "--quiet")
+    qtool(
+        "analyze",
+        str(folder),
+        "-o",
+        str(out),
+        "--data",
+        str(text),
+        "--samples",
+        "4",
+        "--seq-len",
+        "32",
+        "--schemes",
+        "fp16,w8,w4g64,w4g32",
+        "--device",
+        "cpu",
+        "--quiet",
+    )
     return out
 
 
@@ -81,8 +104,22 @@ def test_analysis_is_written_with_a_self_contained_page(sensitivity: Path, folde
 
 
 def test_table_and_json(folder: Path, text: Path, tmp_path: Path) -> None:
-    common = ("analyze", str(folder), "-o", str(tmp_path / "a.json"), "--data", str(text), "--samples", "2",
-              "--seq-len", "16", "--metric", "weight", "--device", "cpu")
+    common = (
+        "analyze",
+        str(folder),
+        "-o",
+        str(tmp_path / "a.json"),
+        "--data",
+        str(text),
+        "--samples",
+        "2",
+        "--seq-len",
+        "16",
+        "--metric",
+        "weight",
+        "--device",
+        "cpu",
+    )
     shown = qtool(*common)
     assert "most sensitive" in shown
     assert "rule of thumb" in " ".join(shown.split())
@@ -159,7 +196,10 @@ def test_sizes(written: str, bytes_: int) -> None:
 def test_plan_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     for content, message in (
-        ("{", "not valid JSON"), ("[]", "expected"), ("{}", "expected"), ('{"layers": {"a": 3}}', "expected"),
+        ("{", "not valid JSON"),
+        ("[]", "expected"),
+        ("{}", "expected"),
+        ('{"layers": {"a": 3}}', "expected"),
         ('{"format": 1, "layers": {"a": "w5"}}', "5 bits per weight"),
         ('{"format": 9, "layers": {"a": "w8"}}', "format 9"),
     ):

@@ -11,9 +11,16 @@ from qtool.cli.engine_options import engine_args, parse_bytes
 from qtool.quant.errors import QtoolError
 
 
-@pytest.mark.parametrize(("text", "size"), [
-    ("1", 1), ("4GiB", 4 * 2**30), ("512M", 512 * 2**20), ("1.5 kb", 1536), ("2t", 2 * 2**40),
-])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4GiB", 4 * 2**30),
+        ("512M", 512 * 2**20),
+        ("1.5 kb", 1536),
+        ("2t", 2 * 2**40),
+    ],
+)
 def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
@@ -26,12 +33,22 @@ def test_no_memory_size(text: str) -> None:
 
 def test_engine_args_name_the_option() -> None:
     good = {
-        "dtype": "auto", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": None,
-        "kv_cache_memory": "1k", "block_size": 16,
+        "dtype": "auto",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+        "max_model_len": None,
+        "kv_cache_memory": "1k",
+        "block_size": 16,
     }
     assert engine_args(**good)["kv_cache_memory"] == 1024  # type: ignore[arg-type]
-    for name, value in (("max_num_seqs", 0), ("max_num_batched_tokens", -1), ("max_model_len", 0), ("block_size", 0),
-                        ("dtype", "int3")):
+    for name, value in (
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("max_model_len", 0),
+        ("block_size", 0),
+        ("dtype", "int3"),
+    ):
         with pytest.raises(QtoolError, match="--" + name.replace("_", "-")):
             engine_args(**(good | {name: value}))  # type: ignore[arg-type]
 
@@ -57,7 +74,11 @@ def test_bench_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
 
 
 def test_serve_refuses_before_loading() -> None:
-    for arguments, message in (({"api_key": ""}, "--api-key"), ({"drain_s": 0.0}, "--drain-s"),
-                               ({"port": -1}, "--port"), ({"kv_cache_memory": "much"}, "memory size")):
+    for arguments, message in (
+        ({"api_key": ""}, "--api-key"),
+        ({"drain_s": 0.0}, "--drain-s"),
+        ({"port": -1}, "--port"),
+        ({"kv_cache_memory": "much"}, "memory size"),
+    ):
         with pytest.raises(QtoolError, match=message):
             serve.command("no such model", **arguments)  # type: ignore[arg-type]

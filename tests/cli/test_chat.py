@@ -19,8 +19,7 @@ from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.llm import LLM
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

@@ -68,8 +68,23 @@ def test_transformers_and_the_runtime_read_the_same_model(
 
     model = str(tiny_model("llama"))
     artifact = str(tmp_path / "model")
-    qtool(capsys, "quantize", model, "--group", "32", "--method", method, "--out", artifact, "--data", str(text),
-          "--samples", "4", "--seq-len", "64")
+    qtool(
+        capsys,
+        "quantize",
+        model,
+        "--group",
+        "32",
+        "--method",
+        method,
+        "--out",
+        artifact,
+        "--data",
+        str(text),
+        "--samples",
+        "4",
+        "--seq-len",
+        "64",
+    )
     ids = list(range(1, 60))
     theirs = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     (ours,) = LLM(artifact, dtype="float32").prompt_logits([ids])
@@ -80,16 +95,33 @@ def test_an_interrupted_quantization_leaves_nothing(tiny_model: Any, text: Path,
     model = str(tiny_model("llama", num_hidden_layers=40))
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-m", "qtool.cli", "quantize", model, "--group", "32", "--out", str(out / "model"),
-               "--data", str(text), "--samples", "16", "--seq-len", "128"]
+    command = [
+        sys.executable,
+        "-m",
+        "qtool.cli",
+        "quantize",
+        model,
+        "--group",
+        "32",
+        "--out",
+        str(out / "model"),
+        "--data",
+        str(text),
+        "--samples",
+        "16",
+        "--seq-len",
+        "128",
+    ]
     for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         deadline = time.monotonic() + 120
         while not any(out.iterdir()) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)  # until it writes
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
-        assert process.returncode == 130, err
+        # Python ends by SIGINT itself where the interrupt passed through C code; a shell calls both 130
+        assert process.returncode in (130, -signal.SIGINT), err
         assert list(out.iterdir()) == []
         assert "interrupted" in err.splitlines()[-1]
 
@@ -148,8 +180,12 @@ def places(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_bad_input_is_one_clear_line(
-    words: list[str], says: str, places: dict[str, str], capsys: pytest.CaptureFixture[str],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    says: str,
+    places: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run([word.format(**places) for word in words]) == 3

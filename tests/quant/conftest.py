@@ -26,8 +26,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "llama"
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, tie_word_embeddings=True, max_position_embeddings=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

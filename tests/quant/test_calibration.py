@@ -115,9 +115,18 @@ def test_stdlib_splits_share_nothing() -> None:
 def save_model(folder: Path, family: str, **options: Any) -> Any:
     config = AutoConfig.for_model(
         family,
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-           "initializer_range": 0.2} | options,
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+        }
+        | options,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -130,9 +139,19 @@ def save_model(folder: Path, family: str, **options: Any) -> Any:
 
 FAMILIES = {
     "llama": ("llama", {"tie_word_embeddings": True}),
-    "llama3-rope": ("llama", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16}}),
+    "llama3-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
@@ -185,7 +204,14 @@ def test_capture_gives_the_inputs_of_linears(tmp_path: Path) -> None:
         for block in BlockWalker(checkpoint, tokens, batch_tokens=10):
             if block.index == 1:
                 assert [name.rpartition(".")[2] for name in block.linears] == [
-                    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+                    "q_proj",
+                    "k_proj",
+                    "v_proj",
+                    "o_proj",
+                    "gate_proj",
+                    "up_proj",
+                    "down_proj",
+                ]
                 block.capture(want, lambda name, x: got[name].append(x))
     for name in want:
         assert len(got[name]) == 3

@@ -42,11 +42,22 @@ def write(folder: Path, form: str, plan: QuantPlan, found: dict[str, QuantizedWe
     (folder / "config.json").write_text(json.dumps(config))
 
 
-MIXED = QuantPlan({
-    name: [QuantScheme(4, 32), QuantScheme(8), QuantScheme(4, 32, False), None, QuantScheme(8, act_bits=8),
-           QuantScheme(8, 32, False), QuantScheme(4), QuantScheme(4, 32), QuantScheme(4, 32)][i]
-    for i, name in enumerate(LAYERS)
-})
+MIXED = QuantPlan(
+    {
+        name: [
+            QuantScheme(4, 32),
+            QuantScheme(8),
+            QuantScheme(4, 32, False),
+            None,
+            QuantScheme(8, act_bits=8),
+            QuantScheme(8, 32, False),
+            QuantScheme(4),
+            QuantScheme(4, 32),
+            QuantScheme(4, 32),
+        ][i]
+        for i, name in enumerate(LAYERS)
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +151,12 @@ def test_plans_that_a_format_cannot_hold_are_refused(form: str, plan: QuantPlan,
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "is_marlin_format": True}, "not supported"),
         ({"quant_method": "compressed-tensors"}, "no config_groups"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {
-                "g": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}}},
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "g": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+                },
+            },
             "float weights",
         ),
         ("nonsense", "no JSON object"),

@@ -67,9 +67,12 @@ def test_transformers_reads_the_artifact_as_we_do(tiny_llama: Path, tmp_path: Pa
     pytest.importorskip("compressed_tensors")
     out = tmp_path / "out"
     report = quantize(
-        tiny_llama, out, plan=mixed_plan(tiny_llama) if mixed else asymmetric_plan(tiny_llama),
+        tiny_llama,
+        out,
+        plan=mixed_plan(tiny_llama) if mixed else asymmetric_plan(tiny_llama),
         method=method,  # type: ignore[arg-type]
-        calibration=CALIBRATION, grid="signed" if method == "rtn" else None,
+        calibration=CALIBRATION,
+        grid="signed" if method == "rtn" else None,
     )
     stored = load_file(out / "model.safetensors")
     assert bool((stored["model.layers.1.self_attn.o_proj.weight_scale"] < 0).any()) == mixed
@@ -94,7 +97,11 @@ def test_calibrated_methods_come_closer_to_the_model_than_rounding(
     errors = {}
     for name in ("rtn", method):
         report = quantize(
-            tiny_llama, tmp_path / name, scheme=W4, method=name, calibration=CALIBRATION  # type: ignore[arg-type]
+            tiny_llama,
+            tmp_path / name,
+            scheme=W4,
+            method=name,
+            calibration=CALIBRATION,  # type: ignore[arg-type]
         )
         model = float_model(tiny_llama, tmp_path / name)
         with torch.no_grad():
@@ -140,9 +147,7 @@ def test_a_tied_head_is_stored_once(tiny_llama: Path, tmp_path: Path) -> None:
 def test_groups_that_do_not_divide_are_fitted_and_said(tiny_llama: Path, tmp_path: Path) -> None:
     report = quantize(tiny_llama, tmp_path / "out", scheme=QuantScheme(4, 64), method="rtn")
     assert report.plan["model.layers.0.mlp.down_proj"] == QuantScheme(4, 32)  # 96 inputs
-    assert report.notes == (
-        "2 layers (first model.layers.0.mlp.down_proj): group 32 instead of 64: input size is 96",
-    )
+    assert report.notes == ("2 layers (first model.layers.0.mlp.down_proj): group 32 instead of 64: input size is 96",)
 
 
 def damaged(source: Path, folder: Path) -> Path:

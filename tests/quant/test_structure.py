@@ -18,8 +18,16 @@ from qtool.quant.structure import SUPPORTED, fused_groups, linear_shapes, struct
 
 def save_tiny(folder: Path, family: str, *, tied: bool = False, seed: int = 0) -> Path:
     config = AutoConfig.for_model(
-        family, vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
+        family,
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

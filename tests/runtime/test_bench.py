@@ -69,7 +69,8 @@ class ClockworkEngine:
 
 def run(engine: ClockworkEngine, workload: list[BenchRequest], concurrency: int | None) -> Any:
     return run_engine(  # type: ignore[arg-type]
-        engine, workload, concurrency=concurrency, clock=engine.clock, sleep=engine.sleep)
+        engine, workload, concurrency=concurrency, clock=engine.clock, sleep=engine.sleep
+    )
 
 
 def test_closed_loop_of_one() -> None:
@@ -167,7 +168,8 @@ def test_trace(tmp_path: Path) -> None:
     load = read_trace(path, speed=2.0, seed=0, token_ids=[4])
     assert load == [BenchRequest((4, 4), 1, 0.0), BenchRequest((4,) * 5, 6, 2.0)]
     for text, message in (
-        ("", "arrival_s"), ("arrival_s,input_tokens\n1,2\n", "output_tokens"),
+        ("", "arrival_s"),
+        ("arrival_s,input_tokens\n1,2\n", "output_tokens"),
         ("arrival_s,input_tokens,output_tokens\n", "no requests"),
         ("arrival_s,input_tokens,output_tokens\n1,2,x\n", "line 2"),
         ("arrival_s,input_tokens,output_tokens\n1,2\n", "line 2"),

@@ -29,8 +29,15 @@ BLOCKS = 3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     config = AutoConfig.for_model(
-        "llama", vocab_size=48, hidden_size=64, intermediate_size=96, num_hidden_layers=BLOCKS, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.15,
+        "llama",
+        vocab_size=48,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.15,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -83,7 +90,12 @@ def measured_kl(model: Any, tokens: torch.Tensor, members: tuple[str, ...], sche
 def test_kl_is_that_of_the_whole_model(folder: Path, calibration: CalibrationSet, whole: Any) -> None:
     result = run(folder, calibration, "kl")
     assert [g.name for g in result.groups[:5]] == [
-        "model.layers.0.qkv", "model.layers.0.o", "model.layers.0.gate_up", "model.layers.0.down", "model.layers.1.qkv"]
+        "model.layers.0.qkv",
+        "model.layers.0.o",
+        "model.layers.0.gate_up",
+        "model.layers.0.down",
+        "model.layers.1.qkv",
+    ]
     for group in result.groups:
         assert set(group.damage) == set(SCHEMES)
         assert group.damage["fp16"] == 0
@@ -97,7 +109,8 @@ def test_output_error_is_that_of_the_real_inputs(folder: Path, calibration: Cali
     inputs: dict[str, torch.Tensor] = {}
     handles = [
         whole.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: inputs.__setitem__(name, args[0].flatten(0, 1)))
+            lambda module, args, name=name: inputs.__setitem__(name, args[0].flatten(0, 1))
+        )
         for name in result.shapes
     ]
     with torch.no_grad():
@@ -124,7 +137,8 @@ def test_weight_error(folder: Path, calibration: CalibrationSet, whole: Any) -> 
     assert result.weight_error[group.members[0]]["w4g32"] == pytest.approx(group.damage["w4g32"] ** 0.5, rel=1e-5)
     assert result.other_bytes == sum(
         p.numel() * p.element_size()
-        for name, p in whole.named_parameters() if name.removesuffix(".weight") not in result.shapes
+        for name, p in whole.named_parameters()
+        if name.removesuffix(".weight") not in result.shapes
     )
 
 
@@ -176,7 +190,8 @@ def test_infinite_weights_are_named(folder: Path, calibration: CalibrationSet) -
     with Checkpoint(folder) as checkpoint:
         walker = BlockWalker(checkpoint, calibration.tokens)
         groups = candidate_groups(
-            structure_of(checkpoint.config), linear_shapes(checkpoint), parse_candidates(["fp16", "w8"]))
+            structure_of(checkpoint.config), linear_shapes(checkpoint), parse_candidates(["fp16", "w8"])
+        )
         real = checkpoint.tensor
 
         def broken(name: str) -> torch.Tensor:

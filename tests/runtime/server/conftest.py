@@ -136,9 +136,9 @@ class ScriptedEngine:
             del self._running[running.request_id]
         metrics = RequestMetrics(running.arrival, running.arrival, running.first_token, now if reason else None)
         outputs = tuple(
-            CompletionOutput(i, text, tuple(running.token_ids), logprobs, reason, stop_reason) for i in range(params.n))
-        return RequestOutput(
-            running.request_id, running.prompt, outputs, reason is not None, metrics, prompt_logprobs)
+            CompletionOutput(i, text, tuple(running.token_ids), logprobs, reason, stop_reason) for i in range(params.n)
+        )
+        return RequestOutput(running.request_id, running.prompt, outputs, reason is not None, metrics, prompt_logprobs)
 
 
 @contextmanager

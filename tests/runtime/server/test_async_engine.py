@@ -23,7 +23,8 @@ def test_disconnect_frees_the_request(
         neighbour: list[httpx.Response] = []
         body = {"prompt": [5, 6], "max_tokens": 40}
         other = threading.Thread(
-            target=lambda: neighbour.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+            target=lambda: neighbour.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+        )
         other.start()
         if stream:
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as response:
@@ -108,7 +109,8 @@ def test_shutdown_lets_running_requests_finish(
     with serve(engine) as url:
         body = {"prompt": [1], "max_tokens": 60}
         thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+        )
         thread.start()
         eventually(engine.has_unfinished)
     thread.join()

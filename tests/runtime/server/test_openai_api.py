@@ -88,8 +88,19 @@ def test_stop_string_is_neither_sent_nor_half_sent(client: openai.OpenAI) -> Non
 
 def test_null_and_unknown_fields_are_accepted(scripted: Any) -> None:
     body = {
-        "model": "tiny", "prompt": "a", "max_tokens": 3, "stop": None, "ignore_eos": True, "user": "me", "n": None,
-        "best_of": 1, "suffix": None, "logit_bias": {}, "temperature": None, "top_k": -1, "brand_new_field": [1, 2],
+        "model": "tiny",
+        "prompt": "a",
+        "max_tokens": 3,
+        "stop": None,
+        "ignore_eos": True,
+        "user": "me",
+        "n": None,
+        "best_of": 1,
+        "suffix": None,
+        "logit_bias": {},
+        "temperature": None,
+        "top_k": -1,
+        "brand_new_field": [1, 2],
     }
     assert httpx.post(f"{scripted[0]}/v1/completions", json=body).status_code == 200
 
@@ -138,8 +149,11 @@ def test_chat(client: openai.OpenAI, scripted: Any) -> None:
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(prompt)
 
-    chunks = list(client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=25, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=25, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 25
@@ -157,7 +171,10 @@ def test_chat_answers_to_the_end_of_the_context_by_default(client: openai.OpenAI
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {
-        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 20, "logprobs": True,
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 20,
+        "logprobs": True,
         "top_logprobs": 3,
     }
     whole = client.chat.completions.create(**arguments).choices[0]

@@ -27,56 +27,62 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
     return str(error["message"])
 
 
-@pytest.mark.parametrize(("change", "param"), [
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.5}, "top_p"),
-    ({"min_p": 2}, "min_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"n": 0}, "n"),
-    ({"n": 1000}, "n"),
-    ({"n": 128, "prompt": ["a"] * 10}, "n"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"seed": 2**70}, "seed"),
-    ({"stop": [""]}, "stop"),
-    ({"stop": 3}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
-    ({"prompt": [1.5]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"),
-    ({"stream": "perhaps"}, "stream"),
-    ({"best_of": 3}, "best_of"),
-    ({"suffix": "end"}, "suffix"),
-    ({"logit_bias": {"5": 10}}, "logit_bias"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": 2}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"n": 128, "prompt": ["a"] * 10}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
 def test_bad_completion_fields(scripted: Any, change: dict[str, Any], param: str) -> None:
     body = {"model": "tiny", "prompt": "hello"} | change
     refused(httpx.post(f"{scripted[0]}/v1/completions", json=body), 400, param)
 
 
-@pytest.mark.parametrize(("change", "param"), [
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-    ({"messages": [*MESSAGE, {"role": "system", "content": "late"}]}, "messages"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"logprobs": 5}, "logprobs"),
-])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [*MESSAGE, {"role": "system", "content": "late"}]}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"logprobs": 5}, "logprobs"),
+    ],
+)
 def test_bad_chat_fields(scripted: Any, change: dict[str, Any], param: str) -> None:
     body = {"model": "tiny", "messages": MESSAGE} | change
     refused(httpx.post(f"{scripted[0]}/v1/chat/completions", json=body), 400, param)
@@ -115,10 +121,13 @@ def test_http_errors_are_openai_objects(scripted: Any) -> None:
     refused(httpx.get(f"{url}/v1/nothing"), 404)
     assert refused(httpx.get(f"{url}/v1/completions"), 405)
     json_type = {"content-type": "application/json"}
-    for raw in (b"", b"{", b"[]", b"null", b"\"x\"", b"\xff\xfe", b"{\"prompt\": \"\\ud800\"}", b"[" * 50_000):
-        refused(httpx.post(f"{url}/v1/completions", content=raw, headers=json_type), 400, *(
-            ["prompt"] if b"ud800" in raw and b"prompt" not in raw else []))
-    big = b"{\"prompt\": \"" + b"x" * (17 * 2**20) + b"\"}"
+    for raw in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 50_000):
+        refused(
+            httpx.post(f"{url}/v1/completions", content=raw, headers=json_type),
+            400,
+            *(["prompt"] if b"ud800" in raw and b"prompt" not in raw else []),
+        )
+    big = b'{"prompt": "' + b"x" * (17 * 2**20) + b'"}'
     refused(httpx.post(f"{url}/v1/completions", content=big, headers=json_type), 413)
 
 
@@ -136,13 +145,54 @@ def test_api_key(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> 
 def _hostile(rng: random.Random) -> Any:
     """A body with a few fields of the wrong, the extreme or the right kind."""
     values = [
-        None, True, -1, 0, 1, 2**31, 2**63, 10**400, 1e308, -0.0, "", "x", "\x00", "💥" * 50, [], {}, [[]], [None],
-        [2**40], {"a": {"b": []}}, ["a", 1], [[1], ["b"]], "a" * 5000,
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        10**400,
+        1e308,
+        -0.0,
+        "",
+        "x",
+        "\x00",
+        "💥" * 50,
+        [],
+        {},
+        [[]],
+        [None],
+        [2**40],
+        {"a": {"b": []}},
+        ["a", 1],
+        [[1], ["b"]],
+        "a" * 5000,
     ]
     names = [
-        "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "echo",
-        "stream", "stream_options", "stop_token_ids", "min_tokens", "repetition_penalty", "logit_bias", "model",
-        "messages", "top_logprobs", "ignore_eos", "max_completion_tokens", "".join(rng.choices(string.printable, k=5)),
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+        "echo",
+        "stream",
+        "stream_options",
+        "stop_token_ids",
+        "min_tokens",
+        "repetition_penalty",
+        "logit_bias",
+        "model",
+        "messages",
+        "top_logprobs",
+        "ignore_eos",
+        "max_completion_tokens",
+        "".join(rng.choices(string.printable, k=5)),
     ]
     body: dict[str, Any] = {"prompt": "hello", "messages": MESSAGE, "max_tokens": 4}
     for _ in range(rng.randint(1, 4)):

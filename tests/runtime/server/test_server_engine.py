@@ -30,9 +30,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=None, eos_token_id=256, pad_token_id=None,
-        initializer_range=0.3, tie_word_embeddings=False,
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=None,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer.save_pretrained(folder)
@@ -64,14 +73,15 @@ def prompts(count: int) -> list[list[int]]:
 def test_greedy_equals_transformers(client: openai.OpenAI, real: Any, reference: LlamaForCausalLM) -> None:
     names = _token_names(real[1].tokenizer)
     answers = client.completions.create(
-        model="tiny", prompt=prompts(6), max_tokens=24, temperature=0, logprobs=0, extra_body={"ignore_eos": True})
+        model="tiny", prompt=prompts(6), max_tokens=24, temperature=0, logprobs=0, extra_body={"ignore_eos": True}
+    )
     for prompt, choice in zip(prompts(6), answers.choices):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             for _ in range(24):
                 ids = torch.cat((ids, reference(ids).logits[:, -1:].argmax(-1)), dim=1)
         assert choice.logprobs is not None
-        assert choice.logprobs.tokens == [names[token] for token in ids[0, len(prompt):].tolist()]
+        assert choice.logprobs.tokens == [names[token] for token in ids[0, len(prompt) :].tolist()]
 
 
 def test_logprobs_are_the_raw_log_softmax(client: openai.OpenAI, real: Any, reference: LlamaForCausalLM) -> None:
@@ -80,8 +90,15 @@ def test_logprobs_are_the_raw_log_softmax(client: openai.OpenAI, real: Any, refe
     body = {"ignore_eos": True, "top_k": 5, "repetition_penalty": 1.3}
     for temperature in (0.0, 0.5, 2.0):
         choice = client.completions.create(
-            model="tiny", prompt=[prompt], max_tokens=12, temperature=temperature, logprobs=3, echo=True, seed=1,
-            extra_body=body).choices[0]
+            model="tiny",
+            prompt=[prompt],
+            max_tokens=12,
+            temperature=temperature,
+            logprobs=3,
+            echo=True,
+            seed=1,
+            extra_body=body,
+        ).choices[0]
         shown = choice.logprobs
         assert shown is not None
         assert shown.tokens is not None
@@ -122,7 +139,12 @@ def _token_names(tokenizer: Any) -> list[str]:
 def test_streams_equal_wholes_with_n_seed_and_stop(client: openai.OpenAI) -> None:
     for prompt in prompts(5):
         arguments: dict[str, Any] = {
-            "model": "tiny", "prompt": [prompt], "max_tokens": 60, "temperature": 1.0, "seed": 11, "n": 3,
+            "model": "tiny",
+            "prompt": [prompt],
+            "max_tokens": 60,
+            "temperature": 1.0,
+            "seed": 11,
+            "n": 3,
             "stop": ["e", "\x03"],
         }
         whole = client.completions.create(**arguments)
@@ -140,8 +162,11 @@ def test_streams_equal_wholes_with_n_seed_and_stop(client: openai.OpenAI) -> Non
 
 def test_many_at_once_answer_as_alone(client: openai.OpenAI) -> None:
     def ask(prompt: list[int]) -> str:
-        return client.completions.create(
-            model="tiny", prompt=[prompt], max_tokens=30, temperature=0.8, seed=5).choices[0].text
+        return (
+            client.completions.create(model="tiny", prompt=[prompt], max_tokens=30, temperature=0.8, seed=5)
+            .choices[0]
+            .text
+        )
 
     alone = [ask(prompt) for prompt in prompts(12)]
     with ThreadPoolExecutor(12) as pool:
@@ -164,10 +189,48 @@ def test_disconnect_frees_the_blocks(real: Any, eventually: Any, sample: Any) ->
 
 def test_hostile_bodies_on_the_real_engine(real: Any) -> None:
     rng = random.Random(3)
-    values = [None, True, -1, 0, 1, 255, 257, 2**31, 2**63 - 1, -(2**63), 1e308, 1e-300, "", "x", "\ufffd", [], [256],
-              ["a", "b"], [[0], [256]], [[257]], "é" * 700]
-    names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "echo",
-             "stream", "stop_token_ids", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        255,
+        257,
+        2**31,
+        2**63 - 1,
+        -(2**63),
+        1e308,
+        1e-300,
+        "",
+        "x",
+        "\ufffd",
+        [],
+        [256],
+        ["a", "b"],
+        [[0], [256]],
+        [[257]],
+        "é" * 700,
+    ]
+    names = [
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+        "echo",
+        "stream",
+        "stop_token_ids",
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ]
     with httpx.Client(timeout=60) as http:
         statuses = []
         for _ in range(250):
@@ -185,9 +248,26 @@ def test_hostile_bodies_on_the_real_engine(real: Any) -> None:
 @pytest.mark.slow
 def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", "from qtool.cli.main import main; main()", "serve", str(tiny_folder), "--port", "0",
-         "--served-model-name", "tiny", "--api-key", "k", "--dtype", "float32", "--kv-cache-memory", "16MiB"],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-c",
+            "from qtool.cli.main import main; main()",
+            "serve",
+            str(tiny_folder),
+            "--port",
+            "0",
+            "--served-model-name",
+            "tiny",
+            "--api-key",
+            "k",
+            "--dtype",
+            "float32",
+            "--kv-cache-memory",
+            "16MiB",
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
@@ -197,8 +277,13 @@ def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
         url = ready.split(" at ")[1].split(" ")[0]
         client = openai.OpenAI(base_url=url, api_key="k", max_retries=0)
         stream = client.completions.create(
-            model="tiny", prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True},
-            stream_options={"include_usage": True})
+            model="tiny",
+            prompt="a",
+            max_tokens=1000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True},
+        )
         chunks = iter(stream)
         next(chunks)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -218,8 +303,16 @@ def test_bench_compares_static_batching(tiny_folder: Path, capsys: pytest.Captur
     from qtool.cli import bench
 
     bench.command(
-        str(tiny_folder), compare_static=True, concurrency="6", num_requests=20, input_len=32, dtype="float32",
-        kv_cache_memory="16MiB", quiet=True, json_result=True)
+        str(tiny_folder),
+        compare_static=True,
+        concurrency="6",
+        num_requests=20,
+        input_len=32,
+        dtype="float32",
+        kv_cache_memory="16MiB",
+        quiet=True,
+        json_result=True,
+    )
     document = json.loads(capsys.readouterr().out)
     (continuous,), (static,) = document["results"], document["static"]
     assert continuous["output_tokens"] == static["output_tokens"]
@@ -239,8 +332,10 @@ def test_official_client_on_the_default_model(default_model: Path, serve: Any) -
     with serve(engine) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         arguments: dict[str, Any] = {
-            "model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "temperature": 0, "max_tokens": 24,
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "max_tokens": 24,
         }
         whole = client.chat.completions.create(**arguments).choices[0]
         assert "Paris" in (whole.message.content or "")

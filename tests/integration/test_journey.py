@@ -196,3 +196,24 @@ def test_bad_input_is_one_clear_line(
     assert says in line
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_reads_alike_everywhere(
+    default_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mixed plan of the real model: plain transformers with compressed-tensors against the runtime."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layers = qtool(capsys, "inspect", str(default_model))["schemes"]
+    mixed = {name: "w8" if "down_proj" in name else "w4g64" for name in layers}
+    plan, artifact = tmp_path / "plan.json", str(tmp_path / "model")
+    plan.write_text(json.dumps(mixed))
+    qtool(capsys, "quantize", str(default_model), "--plan", str(plan), "--method", "rtn", "--grid", "signed",
+          "--out", artifact)  # fmt: skip
+    ids = AutoTokenizer.from_pretrained(artifact)("The capital of France is Paris, and the capital of").input_ids
+    theirs = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    (ours,) = LLM(artifact, dtype="float32").prompt_logits([ids])
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).min() >= 0.9999

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from qtool.cli.common import Json, Model, Quiet, Reporter
 
@@ -30,20 +27,9 @@ def folded(schemes: dict[str, str], blocks: str) -> list[tuple[str, str, str]]:
     return [(module, scheme, index_ranges(sorted(indices))) for (module, scheme), indices in found.items()]
 
 
-def _record(folder: Path) -> dict[str, Any] | None:
-    """qtool.json, where there is one that can be read."""
-    path = folder / "qtool.json"
-    if not path.is_file():
-        return None
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
-
-
 def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> None:
     """Show what MODEL holds: format, scheme of each layer, true bytes, bits per weight, how it was made."""
+    from qtool.quant.artifact import read_record
     from qtool.quant.checkpoint import Checkpoint
     from qtool.quant.formats import open_reader
     from qtool.quant.hub import resolve_model
@@ -62,7 +48,7 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
     linear_bytes = plan.num_bytes(shapes)
     names = {layer: scheme_name(scheme) for layer, scheme in plan.layers.items()}
     form = "16-bit" if reader is None else reader.format
-    record = _record(folder)
+    record = read_record(folder)
 
     reporter.line(f"{folder}: {structure.model_type}, {structure.num_blocks} blocks, {form}")
     rows = [list(row) for row in folded(names, structure.blocks)]
@@ -71,7 +57,9 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
         f"{total / 1e6:.1f} MB of weight files; blocks' linears {linear_bytes / 1e6:.1f} MB, "
         f"{plan.average_bits(shapes):.3f} bits per weight over {weights / 1e6:.1f} M weights"
     )
-    if record is not None:
+    if "converted_from" in record:
+        reporter.line(f"converted from {record['converted_from']['format']} by qtool {record.get('qtool_version')}")
+    if "method" in record:
         source, calibration = record.get("source", {}), record.get("calibration")
         origin = (
             "no calibration"
@@ -92,6 +80,6 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
             "linear_bytes": linear_bytes,
             "average_bits": plan.average_bits(shapes),
             "schemes": names,
-            "qtool": record,
+            "qtool": record or None,
         }
     )

@@ -29,6 +29,15 @@ def companion_files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """qtool.json of an artifact; empty where there is none that can be read."""
+    try:
+        document = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def check_target(out: Path, *, overwrite: bool) -> None:
     """Raise QtoolError where `out` cannot become the artifact: it exists, or its parent is missing or not writable."""
     if (out.exists() or out.is_symlink()) and not overwrite:

@@ -28,4 +28,11 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: model_type {family!r} is not supported by the runtime (supported: {', '.join(FAMILIES)})"
         )
     check_rope(config)
-    return FAMILIES[family](config)
+    found = FAMILIES[family](config)
+    if found.num_heads % found.num_kv_heads:
+        raise QtoolError(
+            f"config.json: {found.num_heads} attention heads cannot share {found.num_kv_heads} key-value heads evenly"
+        )
+    if found.head_dim % 2:
+        raise QtoolError(f"config.json: the head size must be even for rotary positions, got {found.head_dim}")
+    return found

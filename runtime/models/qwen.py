@@ -6,18 +6,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from qtool.quant.errors import QtoolError
 from qtool.runtime.models.decoder import DecoderConfig
 from qtool.runtime.models.llama import llama_config
+from qtool.runtime.models.settings import flag, positive_int
+
+KINDS = ("full_attention", "sliding_attention")
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """The window applies from layer `max_window_layers` on, or as `layer_types` lists it."""
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    if window is None:
+    config = {"sliding_window": 4096, **config}
+    if not flag(config, "use_sliding_window") or config["sliding_window"] is None:
         return (None,) * layers
+    window = positive_int(config, "sliding_window")
     if kinds := config.get("layer_types"):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in KINDS for kind in kinds):
+            raise QtoolError(f"config.json: 'layer_types' must list {layers} times one of {', '.join(KINDS)}")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers", 28))
+    first = config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise QtoolError(f"config.json: 'max_window_layers' must be an integer, got {first!r}")
     return tuple(window if i >= first else None for i in range(layers))
 
 

@@ -15,15 +15,22 @@ import torch
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.models.settings import positive_number
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+YARN_OPTIONS = (
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json, old style (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
     merged = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default"}
-    merged |= config.get("rope_scaling") or {}
-    merged |= config.get("rope_parameters") or {}
+    for name in ("rope_scaling", "rope_parameters"):
+        settings = config.get(name) or {}
+        if not isinstance(settings, Mapping):
+            raise QtoolError(f"config.json: {name!r} must be an object, got {settings!r}")
+        merged |= settings
     if "type" in merged and "rope_type" not in (config.get("rope_scaling") or {}):
         merged["rope_type"] = merged["type"]
     return merged
@@ -43,6 +50,14 @@ def check_rope(config: Mapping[str, Any]) -> None:
     }.get(kind, ())
     if missing := [n for n in needs if n not in rope]:
         raise QtoolError(f"config.json: rope type {kind!r} needs {missing[0]!r} in its rope settings")
+    for name in ("rope_theta", *needs):
+        positive_number(rope, name)
+    for name in YARN_OPTIONS if kind == "yarn" else ():
+        positive_number(rope, name, default=1.0)
+    if kind in ("dynamic", "yarn") and rope["rope_theta"] <= 1:
+        raise QtoolError(f"config.json: rope type {kind!r} needs a rope_theta above 1, got {rope['rope_theta']}")
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise QtoolError("config.json: rope type 'llama3' needs a low_freq_factor below its high_freq_factor")
 
 
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int, length: int) -> tuple[Tensor, float]:

@@ -74,3 +74,46 @@ def test_an_unknown_rope_scaling_is_refused() -> None:
 def test_a_missing_setting_is_named() -> None:
     with pytest.raises(QtoolError, match="'num_attention_heads' is missing"):
         decoder_config({"model_type": "llama"})
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ROPE_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 1,
+               "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "4 attention heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": [2]}, "num_hidden_layers"),
+        ({"hidden_size": float("inf")}, "hidden_size"),
+        ({"head_dim": 15}, "even"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 0}}, "beta_fast"),
+        ({"rope_parameters": ROPE_LLAMA3}, "low_freq_factor"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": -3}, "sliding_window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_settings_that_cannot_be_meant_are_named(changes: dict[str, Any], named: str) -> None:
+    assert decoder_config(LLAMA).head_dim == 16
+    with pytest.raises(QtoolError, match=rf"^config\.json: .*{named}"):
+        decoder_config(LLAMA | changes)

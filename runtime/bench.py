@@ -286,9 +286,10 @@ def run_engine(
             if output.finished:
                 del running[output.request_id]
                 if tokens != request.output_len:
-                    reason = output.outputs[0].finish_reason
+                    ended = output.outputs[0]
                     raise QtoolError(
-                        f"the engine ended a request after {tokens} of {request.output_len} tokens ({reason})"
+                        f"the engine ended a request after {tokens} of {request.output_len} tokens "
+                        f"({ended.finish_reason}{'' if ended.stop_reason is None else f': {ended.stop_reason}'})"
                     )
                 timings.append(RequestTiming(arrival, tuple(deliveries), len(request.prompt), tokens))
                 progress(label, len(timings), len(workload))

@@ -11,7 +11,9 @@ CONTEXT = 6  # tokens decoded again before the new ones, so that spaces and join
 
 
 class Tokenizer(Protocol):
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool | None = ...
+    ) -> str: ...
 
 
 class Detokenizer:
@@ -46,7 +48,8 @@ class Detokenizer:
         return self._text[: self._shown]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        # the tidying of spaces that some tokenizers ask for would change text that is already shown
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
     def append(self, token_id: int, *, check_stop: bool = True) -> bool:
         """Take one more token; True where a stop string is complete (the text then ends just before it)."""
@@ -54,7 +57,7 @@ class Detokenizer:
         known = self._decode(self._window[: self._settled])
         whole = self._decode(self._window)
         waiting = len(self._window) - self._settled
-        if len(whole) <= len(known) or (whole.endswith(REPLACEMENT) and waiting < LONGEST_CHARACTER):
+        if len(whole) > len(known) and whole.endswith(REPLACEMENT) and waiting < LONGEST_CHARACTER:
             return False
         self._window = self._window[max(0, min(self._settled, len(self._window) - CONTEXT)) :]
         self._settled = len(self._window)
@@ -86,10 +89,10 @@ class Detokenizer:
                 return size
         return 0
 
-    def finish(self) -> str:
-        """The whole text, once no more tokens come: what was held back is text after all."""
+    def finish(self, *, check_stop: bool = True) -> str:
+        """The whole text, once no more tokens come: what was held back is text after all, up to a stop string in it."""
         if self.stop_reason is None:
             known = self._decode(self._window[: self._settled])
-            self._text += self._decode(self._window)[len(known) :]
+            self._add(self._decode(self._window)[len(known) :], check_stop)
         self._shown = len(self._text)
         return self._text

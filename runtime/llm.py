@@ -60,7 +60,7 @@ class LLM:
         """Outputs in the order of the prompts, which are batched as memory allows.
 
         Raises:
-            QtoolError: a prompt that cannot be run; nothing is computed then.
+            QtoolError: a prompt that cannot be run, nothing is computed then; or the model failed on one.
         """
         if isinstance(prompts, str):
             raise QtoolError("prompts must be a list of prompts, got one string")
@@ -72,7 +72,11 @@ class LLM:
             for request_id, prompt, own in zip(ids, prompts, each):
                 self.engine.add_request(request_id, prompt, own)
             done = self._run(len(ids), "generating", progress)
-        return [done[i] for i in ids]
+        outputs = [done[i] for i in ids]
+        for number, output in enumerate(outputs):
+            if failed := [o.stop_reason for o in output.outputs if o.finish_reason == "error"]:
+                raise QtoolError(f"prompt {number}: generating failed: {failed[0]}")
+        return outputs
 
     def loglikelihood(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent

@@ -24,7 +24,7 @@ from qtool.runtime.detokenizer import Detokenizer
 from qtool.runtime.engine.core import EngineCore
 from qtool.runtime.engine.core import EngineStats as EngineStats  # part of this face
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
-from qtool.runtime.engine.params import CompletionOutput, RequestOutput, SamplingParams
+from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
@@ -102,6 +102,7 @@ class LLMEngine:
         if max_model_len is not None and max_model_len > trained:
             raise QtoolError(f"max_model_len {max_model_len} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
+        self._eos = eos_token_ids(folder, self.config)
         decoder = load_model(folder, device=where, dtype=dtype, max_model_len=max_model_len, progress=progress)
         wanted = max_model_len or trained
         blocks = _num_blocks(decoder, block_size, kv_cache_memory, wanted, max_num_seqs)
@@ -124,13 +125,17 @@ class LLMEngine:
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
             self.runner,
         )
-        self._eos = eos_token_ids(folder, self.config)
         self._entries: dict[str, _Entry] = {}
         self._home: dict[Request, tuple[_Entry, int]] = {}
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
 
     def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text. Raises QtoolError where it is none (half a surrogate pair)."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise QtoolError(f"the prompt is no text: half a surrogate pair at position {error.start}") from None
         ids: list[int] = self.tokenizer.encode(prompt)
         return ids
 
@@ -253,8 +258,10 @@ class LLMEngine:
                 else:
                     self._core.finish(request.request_id, "stop", text.stop_reason)
         entry.fed[index] = count
-        if request.status is Status.FINISHED:
-            text.finish()
+        if request.status is Status.FINISHED and request.finish_reason != "error":
+            text.finish(check_stop=count > request.params.min_tokens)
+            if text.stop_reason is not None:
+                request.finish_reason, request.stop_reason = "stop", text.stop_reason
 
     def _output(self, entry: _Entry) -> RequestOutput:
         first = entry.parts[0]
@@ -276,7 +283,7 @@ class LLMEngine:
                 for i, (part, text) in enumerate(zip(entry.parts, entry.texts))
             ),
             finished=all(p.status is Status.FINISHED for p in entry.parts),
-            metrics=first.metrics(),
+            metrics=_metrics(entry.parts),
             prompt_logprobs=scores,
         )
 
@@ -288,6 +295,19 @@ class LLMEngine:
         self._core.check_integrity()
 
 
+def _metrics(parts: Sequence[Request]) -> RequestMetrics:
+    """Moments of a client's request: from the first of its outputs to begin to the last to end."""
+    ends = [p.finished for p in parts]
+    return RequestMetrics(
+        arrival=parts[0].arrival,
+        scheduled=min((p.scheduled for p in parts if p.scheduled is not None), default=None),
+        first_token=min((p.first_token for p in parts if p.first_token is not None), default=None),
+        finished=None if None in ends else max(end for end in ends if end is not None),
+        num_cached_tokens=parts[0].num_cached_tokens,
+        num_preemptions=sum(p.num_preemptions for p in parts),
+    )
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder. Raises QtoolError where there is none or it is damaged."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -295,19 +315,30 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers raise
-        raise QtoolError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {error})") from None
+        reason = " ".join(str(error).split())
+        raise QtoolError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {reason})") from None
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """End-of-sequence ids of generation_config.json, else of config.json."""
-    found = config.get("eos_token_id")
-    path = folder / "generation_config.json"
-    if path.is_file():
-        generation = json.loads(path.read_text(encoding="utf-8"))
-        found = generation.get("eos_token_id", found)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    """End-of-sequence ids of generation_config.json, else of config.json.
+
+    Raises:
+        QtoolError: generation_config.json is no JSON object, or the ids are none.
+    """
+    found, path = config.get("eos_token_id"), folder / "config.json"
+    if (own := folder / "generation_config.json").is_file():
+        try:
+            generation = json.loads(own.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise QtoolError(f"{own}: not valid JSON ({error})") from None
+        if not isinstance(generation, dict):
+            raise QtoolError(f"{own}: expected a JSON object, found {type(generation).__name__}")
+        if "eos_token_id" in generation:
+            found, path = generation["eos_token_id"], own
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise QtoolError(f"{path}: eos_token_id must be a token id or a list of them, got {found!r}")
+    return frozenset(ids)
 
 
 def _num_blocks(decoder: Decoder, block_size: int, memory: int | None, max_model_len: int, max_num_seqs: int) -> int:

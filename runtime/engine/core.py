@@ -96,7 +96,9 @@ class EngineCore:
             for request in changed:
                 self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
         else:
-            for work in scheduled:
+            for work, result in zip(scheduled, results):
+                if result.error is not None and not work.padding:
+                    log.error("request %s ends with an error: %s", work.request.request_id, result.error)
                 if not work.padding:
                     prompt = work.request.num_prompt_tokens
                     self._prompt_tokens += max(0, min(work.start + work.num_tokens, prompt) - work.start)

@@ -19,7 +19,7 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set with this much probability, in (0, 1].
         min_p: drop tokens below this share of the likeliest one's probability, in [0, 1].
-        repetition_penalty: > 0; 1 is none (prompt and output tokens).
+        repetition_penalty: in [0.01, 100]; 1 is none (prompt and output tokens).
         presence_penalty, frequency_penalty: in [-2, 2]; over output tokens.
         seed: the request's own random stream, or None.
         stop: strings that end the output and are not part of it.
@@ -64,7 +64,7 @@ class SamplingParams:
         need(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
         need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        need(self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        need(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "in [0.01, 100]")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
@@ -102,7 +102,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of a request so far. finish_reason: None while it runs, else `stop`, `length` or `abort`."""
+    """One output of a request so far.
+
+    finish_reason: None while it runs, else `stop`, `length`, `abort`, or `error` (what went wrong is the stop_reason).
+    """
 
     index: int
     text: str

@@ -129,9 +129,13 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions."""
+    """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions.
+
+    `error` says why there is none of these; the request ends with it.
+    """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_scores: tuple[Any, ...] = ()
     num_scored: int = 0
+    error: str | None = None

@@ -173,6 +173,10 @@ class Scheduler:
             request = work.request
             if work.padding or request.status is not Status.RUNNING:
                 continue
+            if result.error is not None:
+                self.finish(request, "error", result.error)
+                changed.append(request)
+                continue
             request.num_computed_tokens = work.start + work.num_tokens
             self.kv.publish(request)
             request.prompt_scores.extend(result.prompt_scores)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import ScheduledRequest, StepResult
-from qtool.runtime.executor.sampler import SamplingRow, sample, token_logprobs
+from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.attention import plan_attention
 from qtool.runtime.models.decoder import Decoder
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
+NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
 
 
 def kv_block_bytes(model: Decoder, block_size: int) -> int:
@@ -62,6 +63,10 @@ class ModelRunner:
         )
         flat = [t for w in works for t in w.request.token_ids[w.start : w.start + w.num_tokens]]
         hidden = self.model.forward(torch.tensor(flat, device=self.device), plan, self.caches)
+        broken = ~hidden.abs().amax(dim=-1).isfinite()  # [num_tokens]
+        failed = broken.tolist()
+        if any(failed):
+            self._erase(plan.slot_mapping[broken])
         results: list[StepResult] = [StepResult()] * len(batch)
         first_rows: list[int] = []
         row = 0
@@ -72,8 +77,16 @@ class ModelRunner:
         scored = self._score(hidden, works, first_rows)
         for index, work, first, scores in zip(order, works, first_rows, scored):
             token, logprobs = sampled.get(first, (None, None))
-            results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
+            if any(failed[first : first + work.num_tokens]) or token == NO_TOKEN or not all(map(_is_finite, scores)):
+                results[index] = StepResult(error=f"{NOT_FINITE} ({str(self.model.dtype).removeprefix('torch.')} here)")
+            else:
+                results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
         return results
+
+    def _erase(self, slots: Tensor) -> None:
+        """Zero what was just written to `slots`: masked NaN would spoil whoever gets the block next."""
+        for cache in self.caches:
+            cache.view(-1, *cache.shape[2:])[slots] = 0
 
     def _sample(
         self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]
@@ -131,6 +144,10 @@ def _scored_span(work: ScheduledRequest) -> range:
         return range(0)
     begin = request.score_from + request.num_scored
     return range(begin, min(work.start + work.num_tokens, request.score_from + request.num_to_score - 1) + 1)
+
+
+def _is_finite(score: TokenLogprobs | Tensor) -> bool:
+    return math.isfinite(score.logprob) if isinstance(score, TokenLogprobs) else bool(score.isfinite().all())
 
 
 def _pieces(rows: Sequence[int]) -> list[Sequence[int]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
 
+NO_TOKEN = -1
 CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at all of them only where that is too few
 
 
@@ -50,7 +51,10 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """The next token of each row of `logits` [rows, vocab_size] float32, and its logprobs where they are asked for."""
+    """The next token of each row of `logits` [rows, vocab_size] float32, and its logprobs where they are asked for.
+
+    A row without a likeliest token (NaN or infinity in its logits) gives NO_TOKEN.
+    """
     adjusted = _forbid_early_stop(_penalize(logits, rows), rows)
     if all(r.params.greedy for r in rows):
         chosen = adjusted.argmax(dim=-1)
@@ -64,7 +68,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
         tops = [rows[i].params.logprobs or 0 for i in asked]
         for i, found in zip(asked, token_logprobs(logits[index], chosen[index], tops)):
             logprobs[i] = found
-    return chosen.tolist(), logprobs
+    return torch.where(logits.amax(dim=-1).isfinite(), chosen, NO_TOKEN).tolist(), logprobs
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -161,14 +165,14 @@ def _draw_filtered(scaled: Tensor, rows: Sequence[SamplingRow], u: Tensor) -> Te
         probs = (values - norm).exp()
         rank = torch.arange(width, device=scaled.device)
         kept = probs * ((rank < top_k) & (probs >= min_p * probs[:, :1]))
-        # Where the last candidate still counts, tokens beyond the candidates may count too.
-        total = torch.where(kept[:, -1:] > 0, torch.ones_like(top_p), kept.sum(dim=-1, keepdim=True))
         before = kept.cumsum(dim=-1) - kept
-        open_ended = (kept[:, -1:] > 0) & (before[:, -1:] < top_p) & (top_k > width)
-        if width == vocab or not bool(open_ended.any()):
+        # The candidates suffice where no token beyond them counts, or where top-p alone, whose total is then 1, ends
+        # among them.
+        complete = (top_k <= width) | (kept[:, -1:] == 0)
+        total = torch.where(complete, kept.sum(dim=-1, keepdim=True), torch.ones_like(top_p))
+        ends = (top_k == vocab) & (min_p == 0) & (before[:, -1:] >= top_p)
+        if width == vocab or bool((complete | ends).all()):
             break
-    if width == vocab:
-        total = kept.sum(dim=-1, keepdim=True)
     kept = kept * (before < top_p * total)
     return ids.gather(1, _invert(kept, u))
 

@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 
 from qtool.runtime.detokenizer import Detokenizer
 
+SPECIAL = 256  # a token without text
+
 
 class Bytes:
     """A byte is a token."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(token_ids).decode("utf-8", errors="replace")
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        return bytes(t for t in token_ids if t != SPECIAL).decode("utf-8", errors="replace")
 
 
 def stream(text: str, stop: Sequence[str] = (), prompt: str = "prompt: ") -> tuple[list[str], Detokenizer]:
@@ -76,3 +83,41 @@ def test_a_stop_string_across_tokens(text: str) -> None:
     shown, detokenizer = stream(text, ["</s>"])
     assert "<" not in "".join(shown)
     assert detokenizer.finish() == text.removesuffix("</s>")
+
+
+def test_tokens_without_text_do_not_break_the_character_after_them() -> None:
+    detokenizer = Detokenizer(Bytes(), [])
+    for token in [SPECIAL] * 5 + list("🙂".encode()):
+        detokenizer.append(token)
+        assert detokenizer.text in ("", "🙂")
+    assert detokenizer.finish() == "🙂"
+
+
+class Words:
+    """A token is a word; decoding tidies the spaces before full stops unless it is told not to."""
+
+    WORDS = ("a ", "b ", ". ", "stop\ufffd")
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        text = "".join(self.WORDS[t] for t in token_ids)
+        return text if clean_up_tokenization_spaces is False else text.replace(" .", ".")
+
+
+def test_tidying_of_spaces_loses_nothing() -> None:
+    detokenizer = Detokenizer(Words(), [])
+    for token in (0, 2, 1, 2):
+        detokenizer.append(token)
+    assert detokenizer.finish() == "a . b . "
+
+
+def test_a_stop_string_in_front_of_half_a_character_is_found_at_the_end() -> None:
+    detokenizer = Detokenizer(Words(), [0], stop=["stop"])
+    assert not detokenizer.append(1)
+    assert not detokenizer.append(3)
+    assert detokenizer.finish() == "b "
+    assert detokenizer.stop_reason == "stop"

@@ -16,6 +16,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.llm import LLM
 from qtool.runtime.llm_engine import LLMEngine
+from qtool.runtime.warm_up import warm_up
 
 PROMPTS = ["hello", "a longer prompt, with words in it", "x", "the same beginning: one", "the same beginning: two"]
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -149,6 +150,66 @@ def test_bad_prompts_are_refused_before_any_work(llm: LLM, prompt: Any, message:
     assert not llm.engine.has_unfinished(), "the good prompt of the same call was taken back"
 
 
+def test_half_a_surrogate_pair_is_no_prompt(llm: LLM) -> None:
+    with pytest.raises(QtoolError, match="half a surrogate pair at position 2"):
+        llm.generate(["ab\ud800"], GREEDY)
+
+
+def test_what_a_broken_token_computes_spoils_nobody_else(tiny_model: Any, tmp_path: Path, llm: LLM) -> None:
+    """One embedding is NaN: its requests fail, generating or scoring; who gets their blocks later does not."""
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    broken = LLM(folder, device="cpu", kv_cache_memory=8 * BLOCK_BYTES, max_num_batched_tokens=16, max_num_seqs=4)
+    bad = [*range(20, 50), 7, *range(50, 90)]
+    for number, prompt in enumerate(["hello", bad, "x"]):
+        broken.engine.add_request(str(number), prompt, GREEDY)
+    ends = {}
+    while broken.engine.has_unfinished():
+        ends |= {o.request_id: o.outputs[0] for o in broken.engine.step() if o.finished}
+    good = tokens(llm, prompts=["hello", "x"])
+    assert (ends["0"].token_ids, ends["2"].token_ids) == tuple(good)
+    assert ends["1"].finish_reason == "error"
+    assert "NaN or infinity" in str(ends["1"].stop_reason)
+    with pytest.raises(QtoolError, match=r"prompt 1: generating failed: .*float32"):
+        broken.generate(["hello", bad], GREEDY)
+    with pytest.raises(QtoolError, match=r"scoring failed: .*NaN"):
+        broken.loglikelihood([([1, 2], [3]), ([1, 7], [3])])
+    with pytest.raises(QtoolError, match=r"scoring failed: .*NaN"):
+        next(broken.prompt_logits([[1, 7]]))
+    for prompt in PROMPTS:  # one at a time: each gets blocks in which NaN was once computed
+        assert tokens(broken, prompts=[prompt]) == tokens(llm, prompts=[prompt])
+    assert broken.engine.stats().kv_blocks_used == 0
+
+
+def test_a_model_that_does_not_run_is_refused_at_its_warm_up(tiny_model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][300, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QtoolError, match="does not run: the model computed NaN"):
+        warm_up(LLMEngine(folder, device="cpu"))
+
+
+def test_times_of_several_outputs_reach_to_the_last_end(tiny_model: Any) -> None:
+    engine = LLMEngine(tiny_model(), device="cpu", max_num_seqs=1)  # one output after the other
+    engine.add_request("r", "abc", SamplingParams(max_tokens=4, n=2, seed=1, ignore_eos=True))
+    seen = []
+    while engine.has_unfinished():
+        seen += engine.step()
+    first = next(o for o in seen if o.outputs[0].finish_reason)
+    assert first.metrics.finished is None
+    last, ends = seen[-1].metrics, [o.metrics.finished for o in seen[-1:]]
+    assert last.finished == ends[0]
+    assert last.first_token == seen[0].metrics.first_token
+    assert last.first_token is not None
+    assert last.finished is not None
+    assert last.finished > first.metrics.first_token
+
+
 def test_bad_arguments_are_refused(tiny_model: Any) -> None:
     folder = tiny_model()
     for settings, message in [
@@ -207,3 +268,14 @@ def test_end_of_sequence_ids_come_from_the_generation_config(tiny_model: Any, tm
     ids = tokens(llm)[0]
     assert output.outputs[0].token_ids == ids[: ids.index(third) + 1]
     assert output.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "7", '{"eos_token_id": "abc"}', '{"eos_token_id": [0, [1]]}', '{"eos_token_id": true}']
+)
+def test_a_damaged_generation_config_is_one_line(tiny_model: Any, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(QtoolError, match=r"generation_config\.json: .*"):
+        LLM(folder, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qtool.runtime.engine.params import SamplingParams
-from qtool.runtime.executor.sampler import SamplingRow, sample, token_logprobs, uniforms
+from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs, uniforms
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -46,6 +46,30 @@ def test_frequencies_follow_the_distribution(params: dict[str, Any], expected: t
     got = frequencies(**params)
     assert (got - expected).abs().max() < 0.015  # more than four standard deviations at 20,000 draws
     assert bool((got[expected == 0] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2000, "top_p": 0.5}, 1000),
+        ({"top_k": 1024, "top_p": 0.25}, 256),
+        ({"top_k": 3000}, 3000),
+        ({"min_p": 0.5, "top_p": 0.5}, 1500),  # the likelier 3,000 of the 5,000 alone pass min-p
+    ],
+)
+def test_top_p_counts_what_the_other_filters_left(params: dict[str, Any], kept: int) -> None:
+    """Nearly flat logits, so that the number of tokens that can come is known: all of them come, and no others."""
+    logits = torch.cat((torch.linspace(1e-4, 0, 3000), torch.full((2000,), -3.0)))[None].expand(3000, -1)
+    tokens, _ = sample(logits, [row(seed=i, **params) for i in range(3000)])
+    assert 0.99 * kept < max(tokens) <= kept + 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_without_a_likeliest_token_gives_none(bad: float) -> None:
+    logits = PROBS.log().repeat(3, 1)
+    logits[1, 2] = bad
+    tokens, _ = sample(logits, [row(temperature=t, top_k=k) for t, k in ((0, 0), (1.0, 2), (0, 0))])
+    assert tokens == [0, NO_TOKEN, 0]
 
 
 def test_filters_look_beyond_the_first_candidates() -> None:

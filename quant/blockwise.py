@@ -236,7 +236,9 @@ def quantize_block(
             result.notes.extend(scaled.notes)
             for name, linear in block.linears.items():
                 if schemes[name] is None:  # may feed a scaled group, and is stored as it now is
-                    result.changed[f"{name}.weight"] = linear.weight.data.to(settings.scale_dtype)
+                    stored = linear.weight.data.to(settings.scale_dtype)
+                    linear.weight.data = stored.to(linear.weight.dtype)
+                    result.changed[f"{name}.weight"] = stored
         for group in structure.groups:
             round_group(block, group, schemes, settings, result, ratios.get(group.kind))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,11 @@ from qtool.quant.formats import FormatName, QuantWriter, read_quantization_confi
 from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
 from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
 from qtool.quant.structure import ModelStructure, linear_shapes, structure_of
+
+log = logging.getLogger(__name__)
 
 RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
@@ -197,11 +201,32 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
         yield result
 
 
-def _calibrated_blocks(job: Job, calibration: CalibrationSet, device: torch.device) -> Iterator[BlockResult]:
-    """Quantize every block on the activations of the quantized blocks before it."""
+def _run_facts(job: Job, calibration: CalibrationSet, device: torch.device) -> dict[str, Any]:
+    """What the blocks of a run depend on: two runs that agree in it quantize every block alike."""
+    return {
+        "qtool_version": __version__,
+        "torch_version": torch.__version__,
+        "device": device.type,
+        "model": model_fingerprint(job.checkpoint),
+        "calibration": calibration.fingerprint,
+        "settings": asdict(job.settings),
+        "plan": {name: scheme_name(scheme) for name, scheme in job.plan.layers.items()},
+    }
+
+
+def _calibrated_blocks(
+    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore
+) -> Iterator[BlockResult]:
+    """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
     walker = BlockWalker(job.checkpoint, calibration.tokens, device=device)
     for block in walker:
-        yield quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings)
+        result = store.load(block.index, device)
+        if result is not None:
+            restore(block, result)
+        else:
+            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings)
+            store.save(block.index, result)
+        yield result
 
 
 def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
@@ -279,7 +304,8 @@ def quantize(
 
     Args:
         model: folder, hub id or built-in name of a 16-bit model.
-        out: the folder to make. It appears when it is complete; after an error or Ctrl-C nothing is left.
+        out: the folder to make. It appears when it is complete; after an error or Ctrl-C nothing is left there. Blocks
+            that were finished stay in the cache, and the same call goes on after them (quant/resume.py).
         scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
         plan: a scheme for each layer. One of the two.
         method: rtn (needs no calibration), gptq or awq.
@@ -310,7 +336,13 @@ def quantize(
                 folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed
             )
         check_weights(checkpoint, progress)
-        blocks = _rtn_blocks(job, on) if calibration is None else _calibrated_blocks(job, calibration, on)
+        store = None if calibration is None else BlockStore(run_key(_run_facts(job, calibration, on)))
+        if calibration is None or store is None:
+            blocks = _rtn_blocks(job, on)
+        else:
+            if len(store):
+                log.info("an earlier run was cut short: going on after block %d", len(store))
+            blocks = _calibrated_blocks(job, calibration, on, store)
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target) as artifact:
@@ -322,11 +354,16 @@ def quantize(
                 }
             )
             stage = f"quantize ({method})"
-            for index, result in enumerate(blocks):
-                artifact.add(_block_tensors(job, index, result))
-                layers.update(result.records)
-                notes.extend(result.notes)
-                progress(stage, index + 1, job.structure.num_blocks)
+            try:
+                for index, result in enumerate(blocks):
+                    artifact.add(_block_tensors(job, index, result))
+                    layers.update(result.records)
+                    notes.extend(result.notes)
+                    progress(stage, index + 1, job.structure.num_blocks)
+            except BaseException:
+                if store is not None:
+                    store.tell(job.structure.num_blocks)
+                raise
             config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
             section = job.writer.quantization_config(job.plan, job.structure.head)
             artifact.write_json("config.json", {**config, "quantization_config": section})
@@ -335,6 +372,8 @@ def quantize(
             seconds = time.perf_counter() - started
             run = {"seconds": seconds, "device": str(on), "layers": {n: r.seconds for n, r in layers.items()}}
             artifact.write_json(RUN_RECORD, run)
+        if store is not None:
+            store.clear()
         source_bytes = checkpoint.num_bytes()
     return QuantizeReport(
         out=target,

@@ -113,7 +113,7 @@ def test_an_interrupted_quantization_leaves_nothing(tiny_model: Any, text: Path,
         "128",
     ]
     for number in (signal.SIGINT, signal.SIGTERM):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "QTOOL_CACHE": str(tmp_path / "cache")}
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         deadline = time.monotonic() + 120
         while not any(out.iterdir()) and process.poll() is None and time.monotonic() < deadline:

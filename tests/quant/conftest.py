@@ -45,3 +45,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def own_resume_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that a test cuts short leave nothing in the user's cache."""
+    monkeypatch.setattr("qtool.quant.resume.cache_folder", lambda: tmp_path / "cache")

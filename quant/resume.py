@@ -1,0 +1,122 @@
+"""Finished blocks of a run that was cut short, kept by the run's fingerprint until an identical run has used them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qtool.quant.blockwise import BlockResult, LayerRecord
+from qtool.quant.calibration import Block
+from qtool.quant.errors import QtoolError
+from qtool.quant.hub import cache_folder
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.weight import QuantizedWeight
+
+log = logging.getLogger(__name__)
+
+_KEEP_DAYS = 30
+_CHANGED = "changed"
+
+
+def run_key(facts: Any) -> str:
+    """sha256 (hex) of everything that the blocks of a run depend on, as a JSON document."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class BlockStore:
+    """The blocks of one run under `$QTOOL_CACHE/resume/KEY`, one file each, written beside and renamed.
+
+    A run whose model, plan, data, seed or settings differ has another key and never sees them. What a month has not
+    asked for is removed.
+    """
+
+    def __init__(self, key: str) -> None:
+        root = cache_folder() / "resume"
+        self.folder = root / key[:32]
+        for old in root.glob("*"):
+            if time.time() - old.stat().st_mtime > _KEEP_DAYS * 86400:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"block-{index:05}.safetensors"
+
+    def __len__(self) -> int:
+        return len(list(self.folder.glob("block-*.safetensors")))
+
+    def save(self, index: int, result: BlockResult) -> None:
+        """Keep one block; a cache that cannot be written to costs the chance to resume, never the run."""
+        tensors: dict[str, Tensor] = {}
+        for layer, weight in result.weights.items():
+            parts = {"codes": weight.codes, "scale": weight.scale, "zero": weight.zero}
+            tensors |= {f"{layer}|{part}": tensor for part, tensor in parts.items() if tensor is not None}
+        tensors |= {f"{name}|{_CHANGED}": tensor for name, tensor in result.changed.items()}
+        facts = {
+            "schemes": {layer: weight.scheme.to_dict() for layer, weight in result.weights.items()},
+            "records": {layer: asdict(record) for layer, record in result.records.items()},
+            "notes": result.notes,
+        }
+        partial = self._path(index).with_suffix(".partial")
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file(contiguous, partial, metadata={"facts": json.dumps(facts)})
+            partial.rename(self._path(index))
+        except (OSError, SafetensorError) as error:
+            log.warning("%s: block %d cannot be kept for a later run (%s)", self.folder, index, error)
+            partial.unlink(missing_ok=True)
+
+    def load(self, index: int, device: torch.device) -> BlockResult | None:
+        """One block as it was saved, on `device`; None where there is none, or a damaged one (then removed)."""
+        path = self._path(index)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                facts = json.loads(file.metadata()["facts"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            result = BlockResult(notes=facts["notes"])
+            for layer, scheme in facts["schemes"].items():
+                result.weights[layer] = QuantizedWeight(
+                    codes=tensors[f"{layer}|codes"],
+                    scale=tensors[f"{layer}|scale"],
+                    zero=tensors.get(f"{layer}|zero"),
+                    scheme=QuantScheme(**scheme),
+                )
+                result.weights[layer].check(layer)
+            result.records.update({layer: LayerRecord(**record) for layer, record in facts["records"].items()})
+        except (SafetensorError, QtoolError, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: damaged (%s), its block is quantized again", path, error)
+            path.unlink(missing_ok=True)
+            return None
+        suffix = f"|{_CHANGED}"
+        result.changed = {n.removesuffix(suffix): tensor for n, tensor in tensors.items() if n.endswith(suffix)}
+        return result
+
+    def tell(self, num_blocks: int) -> None:
+        """Say what an interrupted run has left here."""
+        if len(self):
+            log.info("%d of %d blocks are kept: the same command goes on after them", len(self), num_blocks)
+
+    def clear(self) -> None:
+        """Forget the run: its artifact is complete."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def restore(block: Block, result: BlockResult) -> None:
+    """Leave in `block` the weights that quantizing it left there, so that the walk goes on as it did."""
+    for layer, weight in result.weights.items():
+        block.linears[layer].weight.data = weight.dequantize()
+    for name, stored in result.changed.items():
+        parameter = block.module.get_parameter(name.removeprefix(f"{block.name}."))
+        parameter.data = stored.to(parameter.dtype)

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ class BlockStore:
             partial.rename(self._path(index))
         except (OSError, SafetensorError) as error:
             log.warning("%s: block %d cannot be kept for a later run (%s)", self.folder, index, error)
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def load(self, index: int, device: torch.device) -> BlockResult | None:
         """One block as it was saved, on `device`; None where there is none, or a damaged one (then removed)."""

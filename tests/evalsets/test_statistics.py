@@ -181,3 +181,44 @@ def test_minimal_detectable_drop_is_detected_with_the_stated_power() -> None:
     runs = 1000
     caught = sum(_simulated_family_verdicts(rng, [mdd], 500, 0.08)[0] is st.Verdict.FAIL for _ in range(runs))
     assert 0.75 <= caught / runs <= 0.90
+
+
+@pytest.mark.parametrize("items", [2, 3, 8])
+def test_interval_over_few_windows_misses_one_time_in_twenty(items: int) -> None:
+    """Plain percentiles miss 25 %, 17 % and 9 % at 2, 3 and 8 values: a gate on eight windows needs the true level."""
+    rng = np.random.default_rng(7)
+    draws = rng.normal(1.0, 0.3, size=(1500, items))
+    missed = sum(st.bootstrap_interval(v, seed=i, resamples=500).high < 1.0 for i, v in enumerate(draws))
+    assert 0.03 <= missed / 1500 <= 0.085
+
+
+@pytest.mark.parametrize(("losses", "gains", "items"), [(1, 0, 50), (0, 1, 50), (9, 3, 100), (30, 30, 500)])
+def test_score_bound_is_where_the_constrained_likelihood_puts_it(losses: int, gains: int, items: int) -> None:
+    """At the bound the score statistic, its variance from a brute-force constrained maximum likelihood, is −1.645."""
+    bound = st.score_bound(losses, gains, items)
+    rate_gains = np.linspace(1e-9, (1 - bound) / 2 - 1e-9, 400_001)
+    rate_losses, same = rate_gains + bound, items - losses - gains
+    usable = rate_losses > 0
+    likelihood = np.where(
+        usable,
+        losses * np.log(np.where(usable, rate_losses, 1.0))
+        + gains * np.log(rate_gains)
+        + same * np.log1p(-rate_losses - rate_gains),
+        -np.inf,
+    )
+    best = rate_gains[likelihood.argmax()]
+    variance = items * (2 * best + bound - bound**2)
+    assert (losses - gains - items * bound) / math.sqrt(variance) == pytest.approx(-1.6449, abs=2e-3)
+
+
+@pytest.mark.parametrize(("items", "gain"), [(50, 0.01), (200, 0.0), (500, 0.01)])
+def test_a_candidate_at_the_limit_passes_one_time_in_twenty_at_most(items: int, gain: float) -> None:
+    rng = np.random.default_rng(4)
+    draws = rng.multinomial(items, [0.02 + gain, gain, 0.98 - 2 * gain], size=1000)
+    bounds = {(a, b): st.drop_interval(st.Flips(items, a, b)).high for a, b in {(int(a), int(b)) for a, b, _ in draws}}
+    passed = sum(bounds[int(a), int(b)] < 0.02 for a, b, _ in draws)
+    assert passed / 1000 <= 0.065
+
+
+def test_a_gain_alone_does_not_prove_that_nothing_is_lost() -> None:
+    assert st.drop_interval(st.Flips(50, 0, 1)).high > 0.02

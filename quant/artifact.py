@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,15 +41,31 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    """Raise QtoolError where `out` cannot become the artifact: it exists, or its parent is missing or not writable."""
+    """Raise QtoolError where `out` cannot become the artifact: it exists (with `overwrite`: and is neither empty nor a
+    model folder), or its parent is missing or not writable.
+    """
     if (out.exists() or out.is_symlink()) and not overwrite:
         raise QtoolError(f"{out}: exists already; choose another --out, or pass --force to replace it")
+    if out.is_symlink():
+        raise QtoolError(
+            f"{out}: is a symbolic link, which is not replaced; name the folder itself, or remove the link"
+        )
     if out.exists() and not out.is_dir():
         raise QtoolError(f"{out}: is a file, not a folder")
+    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise QtoolError(
+            f"{out}: holds other things than a model, so --force does not replace it; choose another --out"
+        )
     parent = out.absolute().parent
     existing = next(p for p in (parent, *parent.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise QtoolError(f"{existing}: not a folder that can be written to")
+
+
+def check_apart(out: Path, source: Path) -> None:
+    """Raise QtoolError where replacing `out` would remove the model `source` itself."""
+    if source.resolve().is_relative_to(out.resolve()):
+        raise QtoolError(f"{out}: holds the model that is read ({source}), and would replace it; choose another --out")
 
 
 def check_space(out: Path, need: int) -> None:
@@ -62,12 +80,18 @@ class ArtifactWriter:
     """A context that writes a model folder; on leaving without an error it appears at `out`, else nothing is left.
 
     Tensors are held until a shard is full (1 GiB), so memory stays bounded. The same tensors in the same order give the
-    same bytes.
+    same bytes. With `overwrite` an `out` that exists is replaced.
+
+    Raises:
+        QtoolError: another run is writing `out` (on entering), `out` appeared meanwhile, or the disk is full.
     """
 
-    def __init__(self, out: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        self.out = out.absolute()
-        self._folder = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
+    def __init__(self, out: Path, *, overwrite: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+        self.out = out.resolve()
+        self._overwrite = overwrite
+        self._folder = self.out.with_name(f".{self.out.name}.partial")
+        self._old = self.out.with_name(f".{self.out.name}.old")
+        self._lock = -1
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -75,7 +99,10 @@ class ArtifactWriter:
         self._total = 0
 
     def __enter__(self) -> ArtifactWriter:
-        self._folder.mkdir(parents=True)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _claim(self._folder, self.out)
+        if self.out.exists():
+            shutil.rmtree(self._old, ignore_errors=True)  # a run was killed when it had just replaced it
         return self
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -89,7 +116,10 @@ class ArtifactWriter:
 
     def _flush(self) -> None:
         path = self._folder / f"shard-{len(self._shards)}"
-        save_file(self._pending, path, metadata={"format": "pt"})
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise QtoolError(f"{self.out.parent}: the weights cannot be written ({error}); is the disk full?") from None
         path.chmod(self._folder.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
@@ -126,16 +156,41 @@ class ArtifactWriter:
                 self._publish()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
 
     def _publish(self) -> None:
         """Put the finished folder in place; one that stands there (--force) goes only when the new one is whole."""
-        old = self.out.with_name(f".{self.out.name}.{os.getpid()}.old")
         if self.out.exists():
-            self.out.rename(old)
+            if not self._overwrite:
+                raise QtoolError(f"{self.out}: appeared while this run was at work, and is left as it is")
+            self.out.rename(self._old)
         try:
             self._folder.rename(self.out)
         except OSError:
-            if old.exists():
-                old.rename(self.out)
+            if self._old.exists():
+                self._old.rename(self.out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+
+def _claim(folder: Path, out: Path) -> int:
+    """Make `folder`, lock it, and empty it of what a killed run left; returns the handle that holds the lock.
+
+    Raises:
+        QtoolError: a run that is alive holds the lock.
+    """
+    while True:
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise QtoolError(f"{out}: another run is writing it; wait for its end, or choose another --out") from None
+        # between making and locking, the run that held it may have renamed or removed it
+        if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            break
+        os.close(handle)
+    for left in folder.iterdir():
+        left.unlink()
+    return handle

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from qtool._version import __version__
-from qtool.quant.artifact import RECORD, ArtifactWriter, check_space, check_target, companion_files, read_record
+from qtool.quant.artifact import (
+    RECORD,
+    ArtifactWriter,
+    check_apart,
+    check_space,
+    check_target,
+    companion_files,
+    read_record,
+)
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
@@ -99,6 +107,7 @@ def convert(
     check_target(target, overwrite=overwrite)
     out_format = writer(format)
     folder = resolve_model(model, progress=progress)
+    check_apart(target, folder)
     with Checkpoint(folder) as checkpoint:
         reader = open_reader(checkpoint)
         if reader is None:
@@ -111,7 +120,7 @@ def convert(
         kept = _kept_names(checkpoint, plan)
         check_space(target, checkpoint.num_bytes() + sum(p.stat().st_size for p in companion_files(folder)))
         reordered = False
-        with ArtifactWriter(target) as artifact:
+        with ArtifactWriter(target, overwrite=overwrite) as artifact:
             artifact.add({name: checkpoint.tensor(name) for name in kept})
             for done, (layer, scheme) in enumerate(plan.layers.items(), start=1):
                 if scheme is not None:

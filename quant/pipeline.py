@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool._version import __version__
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.artifact import RECORD, ArtifactWriter, check_space, check_target, companion_files
+from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
 from qtool.quant.blockwise import METHODS, BlockResult, LayerRecord, Method, Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
 from qtool.quant.checkpoint import Checkpoint
@@ -326,6 +326,7 @@ def quantize(
     check_target(target, overwrite=overwrite)
     on = resolve_device(device)
     folder = resolve_model(model, progress=progress)
+    check_apart(target, folder)
     with Checkpoint(folder) as checkpoint:
         job = prepare(checkpoint, scheme=scheme, plan=plan, method=method, grid=grid, format=format)
         check_space(target, artifact_bytes(job))
@@ -345,7 +346,7 @@ def quantize(
             blocks = _calibrated_blocks(job, calibration, on, store)
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
-        with ArtifactWriter(target) as artifact:
+        with ArtifactWriter(target, overwrite=overwrite) as artifact:
             artifact.add(
                 {
                     name: checkpoint.tensor(name)

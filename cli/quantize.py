@@ -23,6 +23,11 @@ def default_out(model: str, plan: QuantPlan | None, scheme_name: str, method: st
     return Path(f"{name}-{'plan' if plan is not None else scheme_name}-{method}")
 
 
+def block_of(layer: str) -> str:
+    """`3` for `model.layers.3.mlp.up_proj`."""
+    return next((part for part in layer.split(".") if part.isdigit()), layer)
+
+
 def summary_rows(report: QuantizeReport) -> list[list[str]]:
     """One row for each kind of layer and scheme: how many, mean and worst relative error, against plain rounding."""
     kinds: dict[tuple[str, str], list[str]] = {}
@@ -40,7 +45,7 @@ def summary_rows(report: QuantizeReport) -> list[list[str]]:
                 f"{sum(r.relative_error for r in records) / len(records):.4f}",
                 f"{sum(r.rtn_error for r in records) / len(records):.4f}",
                 f"{report.layers[worst].relative_error:.4f}",
-                worst,
+                block_of(worst),
             ]
         )
     return rows
@@ -134,7 +139,7 @@ def command(
     measured = next(iter(report.layers.values())).measured
     reporter.table(
         f"{model} by {method}: relative error of the layers' {measured}s",
-        ["layer", "scheme", "count", "mean error", "plain rounding", "worst", "worst layer"],
+        ["layer", "scheme", "count", "mean error", "plain rounding", "worst", "in block"],
         summary_rows(report),
     )
     reporter.line(

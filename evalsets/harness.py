@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -381,19 +381,14 @@ def _check_hub(names: Sequence[str]) -> None:
 def _evaluate(
     lm: QtoolLM, tasks: list[Any], manager: TaskManager, seed: int, limit: int | None = None
 ) -> dict[str, Any]:
+    """lm-eval's own evaluation. Not through simple_evaluate, which also asks git, pip and the system who they are."""
     with _quiet_lm_eval():
-        output: dict[str, Any] = simple_evaluate(
-            model=lm,
-            tasks=tasks,
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=True,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        loaded = manager.load(tasks)
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=seed)
+        output: dict[str, Any] = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
     return output
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,6 +182,21 @@ def _budget(
     return min(limits)
 
 
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """HiGHS now and then prints a remark of its own to file descriptor 1, where --json promises a document."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _solve(damage: list[list[float]], sizes: list[list[int]], budget: int) -> list[int]:
     """Index of the chosen option of every group: least Σ damage with Σ size ≤ budget."""
     cost = np.array([d for group in damage for d in group], dtype=np.float64)
@@ -186,16 +204,17 @@ def _solve(damage: list[list[float]], sizes: list[list[int]], budget: int) -> li
     unit = int(np.gcd.reduce(size))
     owner = np.repeat(np.arange(len(damage)), [len(group) for group in damage])
     one_each = csr_array((np.ones(len(cost)), (owner, np.arange(len(cost)))), shape=(len(damage), len(cost)))
-    result = milp(
-        cost * (_OBJECTIVE_SPAN / (cost.max() or 1.0)),
-        integrality=np.ones(len(cost)),
-        bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint((size // unit)[None].astype(np.float64), -np.inf, budget // unit),
-        ],
-        options={"mip_rel_gap": 0.0},
-    )
+    with _silent_stdout():
+        result = milp(
+            cost * (_OBJECTIVE_SPAN / (cost.max() or 1.0)),
+            integrality=np.ones(len(cost)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(one_each, 1, 1),
+                LinearConstraint((size // unit)[None].astype(np.float64), -np.inf, budget // unit),
+            ],
+            options={"mip_rel_gap": 0.0},
+        )
     if result.x is None:
         raise QtoolError(f"the solver found no plan ({result.message})")
     chosen = [int(np.argmax(result.x[owner == group])) for group in range(len(damage))]

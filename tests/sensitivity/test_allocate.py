@@ -152,3 +152,14 @@ def test_broken_keep_is_refused() -> None:
         Keep.parse("layers.(0")
     with pytest.raises(QtoolError, match="unknown scheme 'w9z'"):
         Keep.parse("layers.0=w9z")
+
+
+def test_what_the_solver_prints_stays_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    from qtool.sensitivity.allocate import _silent_stdout
+
+    with _silent_stdout():
+        os.write(1, b"noise from C++")
+    os.write(1, b"kept")
+    assert capfd.readouterr().out == "kept"

@@ -51,13 +51,13 @@ def main() -> None:
 
     start = time.monotonic()
     sensitivity, plan, artifact, report = (str(out / n) for n in ("sensitivity.json", "plan.json", "model", "report"))
-    base = run("fetch", MODEL)[1]["folder"]
-    run("analyze", base, "--out", sensitivity)
+    run("fetch", MODEL)
+    run("analyze", MODEL, "--out", sensitivity)
     _, planned = run("plan", sensitivity, "--avg-bits", args.avg_bits, "--out", plan)
-    run("quantize", base, "--plan", plan, "--out", artifact)
-    status, comparison = run("compare", base, artifact, "--out", report, ok=(0, 1, 2))
+    run("quantize", MODEL, "--plan", plan, "--out", artifact)
+    status, comparison = run("compare", MODEL, artifact, "--out", report, ok=(0, 1, 2))
     bench = ("--concurrency", "1,8", "--num-requests", "10")
-    before, after = (run("bench", folder, *bench)[1]["results"] for folder in (base, artifact))
+    before, after = (run("bench", folder, *bench)[1]["results"] for folder in (MODEL, artifact))
 
     print_table(comparison, before, after)
     print(f"plan      {', '.join(f'{n} × {s}' for s, n in planned['schemes'].items())}")

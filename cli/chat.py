@@ -39,7 +39,7 @@ def command(
         raise QtoolError(f"{model}: its tokenizer has no chat template, so it is not a chat model")
     reporter.say("Ctrl-C ends an answer, Ctrl-D the chat.")
     interactive = sys.stdin.isatty()
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": _text(system, "--system")}] if system else []
     for line in _lines("> " if interactive else ""):
         if not line.strip():
             continue
@@ -56,12 +56,24 @@ def command(
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Lines of stdin until its end; an interrupt at the prompt ends them too."""
+    """Lines of stdin until its end; an interrupt at the prompt ends them too. Raises QtoolError for what is no text."""
     while True:
         try:
-            yield input(prompt)
+            line = input(prompt)
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise QtoolError(f"stdin: not text in {error.encoding}: {error.reason}") from None
+        yield _text(line, "stdin")
+
+
+def _text(text: str, where: str) -> str:
+    """`text`, unless it holds what the terminal could not decode. Raises QtoolError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise QtoolError(f"{where}: not text in UTF-8: {text[:40]!r}") from None
+    return text
 
 
 def _show(text: str) -> None:
@@ -73,7 +85,10 @@ def _answer(
     engine: LLMEngine, messages: list[dict[str, str]], params: SamplingParams, show: Callable[[str], None]
 ) -> str:
     """Generate one answer, showing it as it grows; what there was of it where Ctrl-C ended it."""
-    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates raise what they like to refuse a conversation
+        raise QtoolError(f"the model's chat template refuses the conversation: {error}") from None
     room = engine.max_model_len - len(ids)
     if room < 1:
         raise QtoolError(f"the conversation exceeds the context of {engine.max_model_len} tokens: start a new chat")
@@ -82,9 +97,11 @@ def _answer(
     try:
         while engine.has_unfinished():
             for output in engine.step():
-                text = output.outputs[0].text
-                show(text[len(shown) :])
-                shown = text
+                answer = output.outputs[0]
+                show(answer.text[len(shown) :])
+                shown = answer.text
+                if answer.finish_reason == "error":
+                    raise QtoolError(f"the model failed: {answer.stop_reason}")
     except KeyboardInterrupt:
         engine.abort_request("chat")
     show("\n")

@@ -34,10 +34,10 @@ def parse_bytes(text: str) -> int:
         QtoolError: not a size, or not above zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 1 <= size < float("inf"):
         raise QtoolError(f"{text!r} is no memory size; write for example 512MiB or 4GiB")
-    return size
+    return int(size)
 
 
 def engine_args(

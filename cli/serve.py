@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated
 
@@ -49,8 +50,10 @@ def command(
     """Serve a model over the OpenAI API: completions, chat, streaming, /health and /metrics."""
     if api_key == "":
         raise QtoolError("--api-key is empty; give a key, or leave the option out for an open server")
-    if drain_s <= 0:
-        raise QtoolError(f"--drain-s must be above 0, got {drain_s}")
+    if not 0 < drain_s < float("inf"):
+        raise QtoolError(f"--drain-s must be seconds above 0, got {drain_s}")
+    if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
+        raise QtoolError(f"--metrics-prefix must be letters, digits, _ and :, got {metrics_prefix!r}")
     arguments = engine_args(
         dtype=dtype,
         device=device,
@@ -80,7 +83,7 @@ def command(
                 seconds = time.monotonic() - began
                 typer.echo(f"ready: {name} at {url_of(listener)}/v1 (after {seconds:.1f} s; Ctrl-C ends)", err=True)
 
-        run(app, listener, drain_s=drain_s, on_ready=on_ready)
+        run(app, listener, drain_s=drain_s, on_ready=on_ready, stop_engine=app.state.stop_engine)
     finally:
         listener.close()
-    reporter.say("stopped: every request that was running got its answer or an error")
+    reporter.say("stopped")

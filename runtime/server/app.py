@@ -45,7 +45,8 @@ class ApiKeyGate:
 def create_app(
     engine: LLMEngine, *, model_name: str, api_key: str | None = None, metrics_prefix: str = "qtool_"
 ) -> FastAPI:
-    """The application around an engine that is ready to run. Its lifespan starts the engine's thread and ends it.
+    """The application around an engine that is ready to run. Its lifespan starts the engine's thread and ends it;
+    `app.state.stop_engine` ends it sooner, and with an error what still runs.
 
     Args:
         engine: nobody else may use it while the application runs.
@@ -67,6 +68,7 @@ def create_app(
             service.tokenize_thread.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="qtool", version=__version__, lifespan=lifespan)
+    app.state.stop_engine = async_engine.stop
     install_handlers(app)
     app.include_router(build_router(service))
 

@@ -50,6 +50,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the request body is not valid JSON: {message}", code="invalid_json")
+    if not path and first["type"] == "value_error":  # fields that do not go together
+        return ApiError(400, message)
     if not path:
         return ApiError(400, f"the request body must be a JSON object: {message}")
     code = "unsupported_parameter" if "not supported" in message else None

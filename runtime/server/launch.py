@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import uvicorn
 from fastapi import FastAPI
 
 from qtool.quant.errors import QtoolError
+
+LAST_WORDS_S = 5  # for the errors to reach the clients after the drain
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -22,8 +26,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise QtoolError(f"--port must be between 0 and 65535, got {port}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise QtoolError(f"--host {host!r} is no address of this machine: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no host name"
+        raise QtoolError(f"--host {host!r} is no address of this machine: {reason}") from error
     # named as TCP so that asyncio turns Nagle's algorithm off: it would cost 40 ms an answer
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,30 +48,58 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """Says when it listens."""
+    """Says when it listens, and ends the engine when the drain has taken too long: every client then gets an error."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_ready: Callable[[], None],
+        drain_s: float,
+        stop_engine: Callable[[], Awaitable[None]],
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._drain_s = drain_s
+        self._stop_engine = stop_engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_drain())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
-def run(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None], drain_s: float) -> None:
+    async def _end_drain(self) -> None:
+        await asyncio.sleep(self._drain_s)
+        await self._stop_engine()
+
+
+def run(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    drain_s: float,
+    stop_engine: Callable[[], Awaitable[None]],
+) -> None:
     """Serve until SIGINT or SIGTERM; then take no more, finish what runs for up to `drain_s` seconds, and return.
 
-    A second Ctrl-C ends the wait.
+    What still runs by then is answered with an error, `stop_engine` making the engine give it up. A second Ctrl-C ends
+    the wait.
     """
+    patience = math.ceil(drain_s) + LAST_WORDS_S
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(drain_s)), lifespan="on"
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, lifespan="on"
     )
     # uvicorn raises a signal again after its shutdown, for whoever had a handler before: a drained stop is a success
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _Server(config, on_ready).run(sockets=[listener])
+        _Server(config, on_ready, drain_s, stop_engine).run(sockets=[listener])
     finally:
         listener.close()

@@ -42,6 +42,7 @@ class Service:
     token_text: TokenText
     model_name: str
     max_model_len: int
+    max_chars: int  # a longer text has more tokens than the context: it is not even tokenized
     created: int
     tokenize_thread: ThreadPoolExecutor  # one thread: fast tokenizers are not to be entered twice at once
 
@@ -54,6 +55,7 @@ class Service:
             token_text=TokenText(tokenizer),
             model_name=model_name,
             max_model_len=engine.max_model_len,
+            max_chars=engine.max_model_len * max(map(len, tokenizer.get_vocab())),
             created=int(time.time()),
             tokenize_thread=ThreadPoolExecutor(1, thread_name_prefix="qtool-tokenize"),
         )
@@ -185,7 +187,17 @@ async def _off_loop(service: Service, function: Callable[..., T], *args: Any) ->
     return await asyncio.get_running_loop().run_in_executor(service.tokenize_thread, function, *args)
 
 
+def _check_chars(service: Service, text: str, prompt_field: str) -> None:
+    """Refuse at once what would take long to tokenize and could not fit."""
+    if len(text) > service.max_chars:
+        message = (
+            f"the model's context is {service.max_model_len} tokens; {len(text)} characters are too many"
+        )
+        raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
+
+
 async def _encode(service: Service, text: str) -> list[int]:
+    _check_chars(service, text, "prompt")
     return await _off_loop(service, service.tokenizer.encode, text)
 
 
@@ -197,11 +209,14 @@ async def _encode_chat(service: Service, body: ChatRequest) -> list[int]:
 
     def render() -> list[int]:
         text = service.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        _check_chars(service, text, "messages")
         ids: list[int] = service.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     try:
         return await _off_loop(service, render)
+    except ApiError:
+        raise
     except Exception as error:  # templates raise what they like to refuse a conversation
         message = f"the model's chat template refuses these messages: {error}"
         raise ApiError(400, message, param="messages") from error

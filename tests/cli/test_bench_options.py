@@ -25,7 +25,7 @@ def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "4 apples", "1e9", "0.1"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "4 apples", "1e9", "0.1", "9" * 400])
 def test_no_memory_size(text: str) -> None:
     with pytest.raises(QtoolError, match="memory size"):
         parse_bytes(text)
@@ -77,6 +77,10 @@ def test_serve_refuses_before_loading() -> None:
     for arguments, message in (
         ({"api_key": ""}, "--api-key"),
         ({"drain_s": 0.0}, "--drain-s"),
+        ({"drain_s": float("inf")}, "--drain-s"),
+        ({"drain_s": float("nan")}, "--drain-s"),
+        ({"metrics_prefix": "my metrics "}, "--metrics-prefix"),
+        ({"host": ".."}, "--host"),
         ({"port": -1}, "--port"),
         ({"kv_cache_memory": "much"}, "memory size"),
     ):

@@ -74,3 +74,19 @@ def test_a_model_without_chat_template_is_refused(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(QtoolError, match="no chat template"):
         talk(monkeypatch, "hello\n", folder)
+
+
+def test_bytes_that_are_no_text_are_refused(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(QtoolError, match="stdin: not text"):
+        talk(monkeypatch, "a\udcff\n", chat_model)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    with pytest.raises(QtoolError, match="stdin: not text in utf-8"):
+        chat.command(str(chat_model), quiet=True, device="cpu")
+
+
+def test_a_template_that_refuses_is_one_line(chat_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(chat_model, folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
+    with pytest.raises(QtoolError, match="refuses the conversation: no system message, please"):
+        talk(monkeypatch, "hello\n", folder, system="be brief")

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import string
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_combinations(scripted: Any) -> None:
     assert "top_logprobs" in refused(httpx.post(f"{url}/chat/completions", json=two), 400)
     three = {"prompt": "a", "min_tokens": 9, "max_tokens": 3}
     assert "min_tokens" in refused(httpx.post(f"{url}/completions", json=three), 400)
-    assert "max_tokens" in refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 0}), 400)
+    four = refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 0}), 400)
+    assert four == "max_tokens must be at least 1 unless echo is true"
     assert "vocabulary" in refused(httpx.post(f"{url}/completions", json={"prompt": [[1], [70000]]}), 400)
 
 
@@ -108,6 +110,13 @@ def test_context_length(scripted: Any) -> None:
     refused(httpx.post(f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 512}), 400, "max_tokens", code)
     body = {"messages": [{"role": "user", "content": "x" * 600}]}
     refused(httpx.post(f"{url}/v1/chat/completions", json=body), 400, "messages", code)
+    endless = "x" * 9_000_000  # minutes of one tokenizer that all clients share
+    began = time.monotonic()
+    message = refused(httpx.post(f"{url}/v1/completions", json={"prompt": endless}), 400, "prompt", code)
+    assert "9000000 characters" in message
+    body = {"messages": [{"role": "user", "content": endless}]}
+    refused(httpx.post(f"{url}/v1/chat/completions", json=body), 400, "messages", code)
+    assert time.monotonic() - began < 5
     fits = httpx.post(f"{url}/v1/completions", json={"prompt": long[:-1]})  # 16 by default, but 1 is left
     assert fits.json()["usage"]["completion_tokens"] == 1
 

@@ -1,0 +1,59 @@
+"""The real `run`: what still runs when the drain is over gets an OpenAI error, streamed or whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from qtool.runtime.server.app import create_app
+from qtool.runtime.server.launch import bind, run, url_of
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., Any], own_signals: None) -> None:
+    engine = make_engine(step_s=0.05, max_model_len=100_000)
+    app = create_app(engine, model_name="tiny")
+    listener = bind("127.0.0.1", 0)
+    url = f"{url_of(listener)}/v1/completions"
+    body = {"prompt": "a", "max_tokens": 90_000}
+    whole: list[httpx.Response] = []
+    streamed: list[str] = []
+
+    def ask_whole() -> None:
+        whole.append(httpx.post(url, json=body, timeout=60))
+
+    def ask_stream() -> None:
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+            for line in response.iter_lines():
+                if not streamed:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                streamed.append(line)
+
+    threads = [threading.Thread(target=ask) for ask in (ask_whole, ask_stream)]
+
+    def on_ready() -> None:
+        for thread in threads:
+            thread.start()
+
+    run(app, listener, on_ready=on_ready, drain_s=0.5, stop_engine=app.state.stop_engine)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert whole[0].status_code == 500
+    assert "stopping" in whole[0].json()["error"]["message"]
+    events = [line.removeprefix("data: ") for line in streamed if line]
+    assert events[-1] == "[DONE]"
+    assert "stopping" in json.loads(events[-2])["error"]["message"]

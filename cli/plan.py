@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise QtoolError(f"--max-bytes {text!r}: write a size such as 90MB, 1.5GiB or 90000000")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def command(

@@ -73,7 +73,7 @@ def json_objects(path: Path, option: str) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise QtoolError(f"{option} {path}, line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise QtoolError(f"{option} {path}, line {number}: expected a JSON object, found {type(row).__name__}")

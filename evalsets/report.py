@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from qtool.evalsets.divergence import Position
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.harness import TaskResult
 from qtool.evalsets.statistics import Verdict
+from qtool.quant.textfile import write_text
 
 HEADER = ("metric", "base", "candidate", "Δ", "Δ %", "90 % interval", "p", "p (Holm)", "limit", "verdict")
 MINUS = "−"
@@ -108,12 +108,7 @@ def write_report(comparison: Comparison, out: Path, command: Sequence[str]) -> t
         "compare.json": json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, text in pages.items():
-        beside = out / f".{name}.{os.getpid()}"
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(out / name)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_text(out / name, text)
     return out / "report.html", out / "compare.json"
 
 

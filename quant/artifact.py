@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtool.quant.checkpoint import INDEX
 from qtool.quant.errors import QtoolError
+from qtool.quant.textfile import read_json, write_text
 
 SHARD_BYTES = 1 << 30
 RECORD = "qtool.json"
@@ -34,8 +35,8 @@ def companion_files(folder: Path) -> list[Path]:
 def read_record(folder: Path) -> dict[str, Any]:
     """qtool.json of an artifact; empty where there is none that can be read."""
     try:
-        document = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        document = read_json(folder / RECORD)
+    except (OSError, QtoolError):
         return {}
     return document if isinstance(document, dict) else {}
 
@@ -73,7 +74,7 @@ def check_space(out: Path, need: int) -> None:
     parent = next(p for p in out.absolute().parents if p.exists())
     free = shutil.disk_usage(parent).free
     if free < need:
-        raise QtoolError(f"{parent}: {free / 1e6:,.0f} MB free, the artifact needs {need / 1e6:,.0f} MB")
+        raise QtoolError(f"{parent}: {free / 1e6:,.1f} MB free, the artifact needs {need / 1e6:,.1f} MB")
 
 
 class ArtifactWriter:
@@ -139,7 +140,7 @@ class ArtifactWriter:
         self.write_json(INDEX, index)
 
     def write_json(self, name: str, document: Any) -> None:
-        (self._folder / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(self._folder / name, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     def copy(self, files: list[Path]) -> None:
         for path in files:

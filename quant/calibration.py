@@ -48,13 +48,15 @@ def read_documents(path: Path) -> list[str]:
     if path.suffix not in (".jsonl", ".txt"):
         raise QtoolError(f'{path}: expected a .txt file, or a .jsonl file with one {{"text": ...}} object a line')
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise QtoolError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if path.suffix == ".txt":
         documents = [text] if text.strip() else []
     else:
-        documents = [_record_text(path, i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        # not splitlines(): JSON strings may hold U+2028 and its like unescaped
+        lines = enumerate(text.split("\n"), start=1)
+        documents = [_record_text(path, i, line) for i, line in lines if line.strip()]
         documents = [d for d in documents if d.strip()]
     if not documents:
         raise QtoolError(f"{path}: holds no text")
@@ -64,7 +66,7 @@ def read_documents(path: Path) -> list[str]:
 def _record_text(path: Path, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
         raise QtoolError(f'{path}, line {number}: expected a JSON object with a "text" string')

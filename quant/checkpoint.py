@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
+from qtool.quant.textfile import read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -23,10 +23,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise QtoolError(f"{folder}: no config.json, so this is not a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise QtoolError(f"{path}: not valid JSON ({error})") from None
+    config = read_json(path)
     if not isinstance(config, dict):
         raise QtoolError(f"{path}: expected a JSON object, found {type(config).__name__}")
     return config
@@ -36,10 +33,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, UnicodeDecodeError):
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (KeyError, AttributeError, TypeError):
             raise QtoolError(f"{index}: damaged, expected an object with a weight_map; fetch the model again") from None
-        if missing := [n for n in names if not (folder / n).is_file()]:
+        if missing := [n for n in names if not isinstance(n, str) or not (folder / n).is_file()]:
             raise QtoolError(f"{folder}: {INDEX} names {missing[0]}, which is missing; fetch the model again")
         return [folder / n for n in names]
     single = sorted(p for p in folder.glob("*.safetensors") if "reference_logits" not in p.name)

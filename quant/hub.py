@@ -39,7 +39,7 @@ def resolve_model(model: str | Path, *, progress: ProgressFn = silent) -> Path:
         QtoolError: no such folder or name; the hub is out of reach and the model is not cached; a download is damaged.
     """
     name = str(model)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # leaves ~nobody as it is
     if folder.is_dir():
         return folder
     if name == DEFAULT_MODEL:

@@ -11,6 +11,7 @@ from typing import Any
 from qtool._version import __version__
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantPlan, scheme_name
+from qtool.quant.textfile import read_json
 
 FORMAT = 1
 
@@ -52,10 +53,7 @@ def read_plan(path: Path) -> PlanFile:
     """Read plan.json, or a plain JSON object of layer → scheme name. Raises QtoolError where it is neither."""
     if not path.is_file():
         raise QtoolError(f"{path}: no such file; `qtool plan` writes it")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise QtoolError(f"{path}: not valid JSON ({error})") from None
+    document = read_json(path)
     layers = document.get("layers", document) if isinstance(document, dict) else None
     if not isinstance(layers, dict) or not layers or not all(isinstance(name, str) for name in layers.values()):
         raise QtoolError(f'{path}: expected {{"layers": {{layer: scheme name, ...}}}}')
@@ -67,5 +65,7 @@ def read_plan(path: Path) -> PlanFile:
         return PlanFile(plan)
     if document.get("format") != FORMAT:
         raise QtoolError(f"{path}: format {document.get('format')!r}, this qtool reads {FORMAT}; plan again")
+    if not isinstance(document.get("fingerprint"), str | None):
+        raise QtoolError(f"{path}: fingerprint must be a string or null; plan again")
     known = ("format", "qtool_version", "fingerprint", "layers")
     return PlanFile(plan, document.get("fingerprint"), {k: v for k, v in document.items() if k not in known})

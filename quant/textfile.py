@@ -1,9 +1,11 @@
-"""Small files, written whole or not at all."""
+"""Small files: written whole or not at all, and JSON read with one line for whatever is wrong with it."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from qtool.quant.errors import QtoolError
 
@@ -20,10 +22,30 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: a reader never sees half a file. An older file of that name is replaced."""
+    """Write beside `path`, then rename: a reader never sees half a file. An older file of that name is replaced.
+
+    Raises:
+        QtoolError: the file cannot be written (a full disk, say); nothing is left of it.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
+    except OSError as error:
+        raise QtoolError(f"{path}: cannot be written ({error.strerror or error})") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """The document of a JSON file (UTF-8, with a byte order mark or without).
+
+    Raises:
+        QtoolError: not UTF-8, not JSON, or nested deeper than any file of ours.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise QtoolError(f"{path}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:  # a decoding error is one too
+        raise QtoolError(f"{path}: not valid JSON ({error})") from None

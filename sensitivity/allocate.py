@@ -167,6 +167,8 @@ def _budget(
     what = "with these --keep wishes" if kept else "with the schemes measured"
     limits = []
     if avg_bits is not None:
+        if not math.isfinite(avg_bits):
+            raise QtoolError(f"--avg-bits {avg_bits}: give a number of bits per weight, such as 4.5")
         limits.append(math.floor(avg_bits * weights / 8))
         if limits[-1] < least:
             possible = math.ceil(8e4 * least / weights) / 1e4

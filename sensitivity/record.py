@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from qtool._version import __version__
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import layer_bytes, parse_scheme
+from qtool.quant.textfile import read_json
 
 FORMAT = 1
 
@@ -94,10 +96,10 @@ class Sensitivity:
         """Read the file that `qtool analyze` wrote. Raises QtoolError where it is missing, damaged or another file."""
         if not path.is_file():
             raise QtoolError(f"{path}: no such file; `qtool analyze MODEL` writes it")
+        document = read_json(path)
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
             if document["format"] != FORMAT:
-                raise QtoolError(f"{path}: format {document['format']}, this qtool reads {FORMAT}; analyze again")
+                raise QtoolError(f"format {document['format']}, this qtool reads {FORMAT}; analyze again")
             sensitivity = cls(
                 model=document["model"],
                 fingerprint=document["fingerprint"],
@@ -120,6 +122,23 @@ class Sensitivity:
             members = {m for g in sensitivity.groups for m in g.members}
             if members != set(sensitivity.shapes) or sensitivity.metric not in UNITS:
                 raise ValueError("its groups are not the model's layers")
+            sensitivity._check()
+        except QtoolError as error:
+            raise QtoolError(f"{path}: {error}") from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise QtoolError(f"{path}: not a sensitivity file, or a damaged one ({error}); analyze again") from None
         return sensitivity
+
+    def _check(self) -> None:
+        """ValueError for what no analysis can have found."""
+        if not self.groups:
+            raise ValueError("no groups")
+        if not isinstance(self.fingerprint, str) or not {"source", "num_sequences", "seq_len"} <= {*self.calibration}:
+            raise ValueError("fingerprint or calibration is damaged")
+        for group in self.groups:
+            if not group.damage:
+                raise ValueError(f"{group.name} has no damage")
+            for name, value in group.damage.items():
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"the damage of {group.name} under {name} is {value}")
+                self.group_bytes(group, name)  # QtoolError for a scheme that is none, or does not fit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +12,7 @@ from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats import awq, compressed_tensors, gptq
 from qtool.quant.scheme import QuantPlan, QuantScheme
+from qtool.quant.textfile import read_json
 from qtool.quant.weight import QuantizedWeight
 
 FormatName = Literal["compressed-tensors", "gptq", "awq"]
@@ -62,8 +62,8 @@ def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     legacy = checkpoint.folder / "quantize_config.json"
     if config is None and legacy.is_file():
         try:
-            config = {"quant_method": gptq.NAME, **json.loads(legacy.read_text(encoding="utf-8"))}
-        except (ValueError, TypeError):
+            config = {"quant_method": gptq.NAME, **read_json(legacy)}
+        except TypeError:
             raise QtoolError(f"{legacy}: not a JSON object") from None
     if config is not None and not isinstance(config, dict):
         raise QtoolError(f"{checkpoint.folder}: quantization_config of config.json is no JSON object")

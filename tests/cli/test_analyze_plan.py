@@ -170,7 +170,7 @@ def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, t
         (["plan", source, "--max-bytes", "1KB", "-o", out], "the least possible"),
         (["plan", source, "--avg-bits", "5", "--keep", "layers.9", "-o", out], "matches none"),
         (["plan", str(tmp_path / "none.json"), "--avg-bits", "5", "-o", out], "no such file; `qtool analyze"),
-        (["plan", str(text), "--avg-bits", "5", "-o", out], "not a sensitivity file"),
+        (["plan", str(text), "--avg-bits", "5", "-o", out], "not valid JSON"),
         (["plan", source, "--avg-bits", "5", "-o", str(tmp_path / "no" / "p.json")], "does not exist"),
         (["analyze", str(tmp_path / "nothing"), "-o", out], "no such folder"),
         (["analyze", str(tmp_path), "-o", out, "--data", str(text)], "no config.json"),

@@ -229,3 +229,13 @@ def test_walk_refuses_early_logits_and_quantized_models(tmp_path: Path) -> None:
         checkpoint.config["quantization_config"] = {"quant_method": "gptq"}
         with pytest.raises(QtoolError, match="is quantized already"):
             BlockWalker(checkpoint, tokens)
+
+
+def test_marks_and_separators_of_unicode_are_no_line_ends(tmp_path: Path) -> None:
+    """A byte order mark is dropped, and U+2028 inside a JSON string does not cut its line."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b'\xef\xbb\xbf{"text": "one\xe2\x80\xa8still one"}\r\n{"text": "two"}\r\n')
+    assert read_documents(rows) == ["one\u2028still one", "two"]
+    plain = tmp_path / "plain.txt"
+    plain.write_bytes(b"\xef\xbb\xbfhello")
+    assert read_documents(plain) == ["hello"]

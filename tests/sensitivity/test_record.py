@@ -1,0 +1,59 @@
+"""sensitivity.json: what no analysis can have written is refused in one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qtool.quant.errors import QtoolError
+from qtool.sensitivity.allocate import allocate
+from qtool.sensitivity.record import GroupSensitivity, Sensitivity
+
+FOUND = Sensitivity(
+    model="m",
+    fingerprint="ab" * 32,
+    metric="weight",
+    calibration={"source": "text", "num_sequences": 1, "seq_len": 8, "fingerprint": "0"},
+    shapes={"model.layers.0.o": (64, 64)},
+    weight_error={"model.layers.0.o": {"w8": 0.01}},
+    other_bytes=100,
+    groups=(GroupSensitivity("model.layers.0.o", 0, "o", ("model.layers.0.o",), {"w8": 0.01, "w4g64": 0.1}),),
+)
+
+
+def test_a_record_is_read_back_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text(FOUND.to_json())
+    assert Sensitivity.load(tmp_path / "s.json") == FOUND
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": [], "layers": {}},
+        {"fingerprint": 5},
+        {"calibration": 3},
+        {"calibration": {}},
+        {"metric": "magic"},
+        {"format": 99},
+        *({"damage": d} for d in ({}, {"w8": float("nan")}, {"w8": -1.0}, {"bogus": 1.0}, {"w4g40": 1.0}, {"w8": "x"})),
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    document = json.loads(FOUND.to_json())
+    if "damage" in change:
+        document["groups"][0]["damage"] = change["damage"]
+    else:
+        document |= change
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    with pytest.raises(QtoolError, match=r"s\.json: "):
+        Sensitivity.load(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("bits", [float("nan"), float("inf")])
+def test_a_budget_that_is_no_number_is_refused(bits: float) -> None:
+    with pytest.raises(QtoolError, match="--avg-bits"):
+        allocate(FOUND, avg_bits=bits)

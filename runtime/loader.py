@@ -165,5 +165,10 @@ def load_model(
                 f"{raw.get('model_type')} model: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}"
             )
         length = max_model_len or config.max_position_embeddings
-        cos, sin = rotation_table(raw, config.head_dim, length, kind, device)
+        try:
+            cos, sin = rotation_table(raw, config.head_dim, length, kind, device)
+        except (RuntimeError, MemoryError):  # torch's allocators raise the former
+            raise QtoolError(
+                f"{checkpoint.folder}: no memory for the rotary positions of {length} tokens: set max_model_len to less"
+            ) from None
         return Decoder(config, embed, tuple(layers), norm, head, cos[:, None], sin[:, None])

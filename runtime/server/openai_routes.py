@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
@@ -149,10 +150,13 @@ def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
 async def _parse(request: Request, model: type[Body], service: Service) -> Body:
     """Read and validate a body. Raises ApiError, pydantic.ValidationError."""
     raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise ApiError(499, "the client went away before its request was whole") from None
     body = model.model_validate_json(bytes(raw))
     _check_model(service, body.model)
     if field := body.unsupported():
@@ -190,9 +194,7 @@ async def _off_loop(service: Service, function: Callable[..., T], *args: Any) ->
 def _check_chars(service: Service, text: str, prompt_field: str) -> None:
     """Refuse at once what would take long to tokenize and could not fit."""
     if len(text) > service.max_chars:
-        message = (
-            f"the model's context is {service.max_model_len} tokens; {len(text)} characters are too many"
-        )
+        message = f"the model's context is {service.max_model_len} tokens; {len(text)} characters are too many"
         raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
 
 

@@ -279,3 +279,13 @@ def test_a_damaged_generation_config_is_one_line(tiny_model: Any, tmp_path: Path
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(QtoolError, match=r"generation_config\.json: .*"):
         LLM(folder, device="cpu")
+
+
+def test_a_context_beyond_the_memory_is_one_line(tiny_model: Any, tmp_path: Path, llm: LLM) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 10**14}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QtoolError, match=r"no memory for the rotary positions .* set max_model_len"):
+        LLM(folder, device="cpu")
+    assert tokens(LLM(folder, device="cpu", max_model_len=64)) == tokens(llm)

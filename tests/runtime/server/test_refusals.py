@@ -140,6 +140,18 @@ def test_http_errors_are_openai_objects(scripted: Any) -> None:
     refused(httpx.post(f"{url}/v1/completions", content=big, headers=json_type), 413)
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_crash(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = scripted[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+    time.sleep(0.2)
+    assert httpx.get(f"{scripted[0]}/health").status_code == 200
+    assert not caplog.records, caplog.text
+
+
 def test_api_key(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
     with serve(make_engine(), api_key="open sesame") as url:
         body = {"prompt": "a"}

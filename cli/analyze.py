@@ -34,6 +34,7 @@ def command(
     """Measure how much each group of layers of MODEL suffers under each scheme; write JSON and a picture."""
     from qtool.quant.calibration import calibration_set
     from qtool.quant.checkpoint import Checkpoint
+    from qtool.quant.errors import QtoolError
     from qtool.quant.hub import resolve_model
     from qtool.quant.structure import linear_shapes
     from qtool.quant.textfile import check_writable, write_text
@@ -45,6 +46,8 @@ def command(
     page = output.with_suffix(".html")
     names = [name for name in schemes.split(",") if name.strip()]
     check_writable(output)
+    if page == output:
+        raise QtoolError(f"--out {output}: names the JSON file; the page goes beside it, so it cannot end in .html")
     check_request(names, metric, device)
     with reporter.progress() as progress:
         folder = resolve_model(model, progress=progress)

@@ -55,10 +55,9 @@ def command(
     from qtool.evalsets.compare import BUILT_IN, compare
     from qtool.evalsets.gate import Thresholds
     from qtool.evalsets.report import write_report
-    from qtool.quant.errors import QtoolError
+    from qtool.quant.textfile import check_folder
 
-    if out.exists() and not out.is_dir():
-        raise QtoolError(f"--out {out}: is a file; give a folder")
+    check_folder(out)
     sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
     reporter = Reporter(quiet, json_result)

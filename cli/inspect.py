@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from qtool.cli.common import Json, Model, Quiet, Reporter
 
@@ -25,6 +26,20 @@ def folded(schemes: dict[str, str], blocks: str) -> list[tuple[str, str, str]]:
         index, _, module = layer.removeprefix(f"{blocks}.").partition(".")
         found.setdefault((module, scheme), []).append(int(index))
     return [(module, scheme, index_ranges(sorted(indices))) for (module, scheme), indices in found.items()]
+
+
+def _origin(record: dict[str, Any]) -> str:
+    """How an artifact was made, in a line; a record that is damaged is said to be so."""
+    try:
+        if "converted_from" in record:
+            return f"converted from {record['converted_from']['format']} by qtool {record['qtool_version']}"
+        made, calibration = f"from {record['source']['model']} by {record['method']}", record["calibration"]
+        data = "no calibration"
+        if calibration is not None:
+            data = f"{calibration['num_sequences']} × {calibration['seq_len']} tokens of {calibration['source']}"
+        return f"made by qtool {record['qtool_version']} {made}, {data}, seed {record['seed']}"
+    except (KeyError, TypeError):
+        return "how it was made is not known: qtool.json is damaged"
 
 
 def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> None:
@@ -57,19 +72,8 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
         f"{total / 1e6:.1f} MB of weight files; blocks' linears {linear_bytes / 1e6:.1f} MB, "
         f"{plan.average_bits(shapes):.3f} bits per weight over {weights / 1e6:.1f} M weights"
     )
-    if "converted_from" in record:
-        reporter.line(f"converted from {record['converted_from']['format']} by qtool {record.get('qtool_version')}")
-    if "method" in record:
-        source, calibration = record.get("source", {}), record.get("calibration")
-        origin = (
-            "no calibration"
-            if calibration is None
-            else (f"{calibration['num_sequences']} × {calibration['seq_len']} tokens of {calibration['source']}")
-        )
-        reporter.line(
-            f"made by qtool {record.get('qtool_version')} from {source.get('model')} by {record.get('method')}, "
-            f"{origin}, seed {record.get('seed')}"
-        )
+    if record:
+        reporter.line(_origin(record))
     reporter.result(
         {
             "folder": str(folder),

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,9 @@ def run(args: list[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        return EXIT_ERROR
+    except Exception:  # a fault of ours: Python's own status for it, 1, would say that the gate FAILs
+        traceback.print_exc()
         return EXIT_ERROR
     return result if isinstance(result, int) else 0
 

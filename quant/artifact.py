@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtool.quant.checkpoint import INDEX
 from qtool.quant.errors import QtoolError
-from qtool.quant.textfile import read_json, write_text
+from qtool.quant.textfile import check_folder, read_json, write_text
 
 SHARD_BYTES = 1 << 30
 RECORD = "qtool.json"
@@ -51,16 +51,13 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         raise QtoolError(
             f"{out}: is a symbolic link, which is not replaced; name the folder itself, or remove the link"
         )
+    check_folder(out.parent)
     if out.exists() and not out.is_dir():
         raise QtoolError(f"{out}: is a file, not a folder")
     if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise QtoolError(
             f"{out}: holds other things than a model, so --force does not replace it; choose another --out"
         )
-    parent = out.absolute().parent
-    existing = next(p for p in (parent, *parent.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise QtoolError(f"{existing}: not a folder that can be written to")
 
 
 def check_apart(out: Path, source: Path) -> None:

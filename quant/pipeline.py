@@ -28,7 +28,7 @@ from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
-from qtool.quant.structure import ModelStructure, linear_shapes, structure_of
+from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,12 @@ def prepare(
         assert scheme is not None
         plan, notes = uniform_plan(shapes, scheme)
     check_covers(plan, shapes)
+    for names in fused_groups(structure):
+        if len({plan[name] for name in names}) > 1:
+            found = ", ".join(f"{name.rpartition('.')[2]} {scheme_name(plan[name])}" for name in names)
+            raise QtoolError(
+                f"the plan's layers {names[0].rpartition('.')[0]}: {found}; servers fuse them, so they need one scheme"
+            )
     for name, own in plan.layers.items():
         if own is not None:
             try:

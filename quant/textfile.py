@@ -21,6 +21,15 @@ def check_writable(path: Path) -> None:
         raise QtoolError(f"{path}: the folder {parent} is not writable")
 
 
+def check_folder(path: Path) -> None:
+    """Raise QtoolError where `path` cannot become, or is no, folder to write into."""
+    if path.exists() and not path.is_dir():
+        raise QtoolError(f"{path}: is a file; give a folder")
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise QtoolError(f"{path}: {existing} is not a folder that can be written to")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write beside `path`, then rename: a reader never sees half a file. An older file of that name is replaced.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import weight_error
+from qtool.quant.pipeline import check_weights
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import FLOAT, QuantScheme
 from qtool.quant.structure import linear_shapes
@@ -63,6 +65,7 @@ def analyze(
     folder = resolve_model(model, progress=progress)
     with Checkpoint(folder) as checkpoint:
         shapes = linear_shapes(checkpoint)
+        check_weights(checkpoint, progress)
         if calibration is None:
             calibration = calibration_set(folder, data=None, num_sequences=NUM_SEQUENCES, seq_len=SEQ_LEN, seed=0)
         walker = BlockWalker(checkpoint, calibration.tokens, device=place, batch_tokens=1024)
@@ -74,6 +77,9 @@ def analyze(
             "weight": weight_damage,
         }
         damage = measure[metric](walker, groups, progress)
+        for group in groups:
+            if not all(math.isfinite(value) for value in damage[group.name].values()):
+                raise QtoolError(f"{group.name}: its damage is no finite number: the model's activations overflow")
         return Sensitivity(
             model=name or str(model),
             fingerprint=model_fingerprint(checkpoint),

@@ -39,6 +39,26 @@ def _matches(layer: str, target: str) -> bool:
     return target == layer
 
 
+def _targets(value: Any, where: str) -> tuple[str, ...]:
+    """A list of targets, its patterns checked. Raises QtoolError."""
+    targets = value or []
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        raise QtoolError(f"{where} must be a list of names")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise QtoolError(f"{where}: {target!r} is not a regular expression ({error})") from None
+    return tuple(targets)
+
+
+def _number(section: Mapping[str, Any], key: str, where: str) -> int:
+    value = section.get(key)
+    if not isinstance(value, int):
+        raise QtoolError(f"{where}: {key} is {value!r}, expected an integer")
+    return value
+
+
 def _scheme_from(group: Mapping[str, Any], where: str) -> QuantScheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
@@ -51,12 +71,14 @@ def _scheme_from(group: Mapping[str, Any], where: str) -> QuantScheme:
         )
     act_bits = None
     if inputs:
+        if not isinstance(inputs, Mapping):
+            raise QtoolError(f"{where}: input_activations must be an object or null")
         if inputs.get("type", "int") != "int" or not inputs.get("dynamic") or inputs.get("strategy") != "token":
             raise QtoolError(f"{where}: activations must be dynamic integers per token, found {dict(inputs)}")
-        act_bits = int(inputs["num_bits"])
+        act_bits = _number(inputs, "num_bits", where)
     return QuantScheme(
-        bits=int(weights["num_bits"]),
-        group_size=int(weights["group_size"]) if strategy == "group" else PER_CHANNEL,
+        bits=_number(weights, "num_bits", where),
+        group_size=_number(weights, "group_size", where) if strategy == "group" else PER_CHANNEL,
         symmetric=bool(weights.get("symmetric", True)),
         act_bits=act_bits,
     )
@@ -78,9 +100,13 @@ class CompressedTensorsReader:
         if not isinstance(found, Mapping) or not found:
             raise QtoolError(f"{where} has no config_groups")
         groups = tuple(
-            (tuple(group.get("targets", ())), _scheme_from(group, f"{where}.{name}")) for name, group in found.items()
+            (_targets(group.get("targets"), f"{where}.{name}.targets"), _scheme_from(group, f"{where}.{name}"))
+            for name, group in found.items()
+            if isinstance(group, Mapping)
         )
-        return cls(checkpoint, groups, tuple(config.get("ignore") or ()))
+        if len(groups) < len(found):
+            raise QtoolError(f"{where}: each of config_groups must be an object")
+        return cls(checkpoint, groups, _targets(config.get("ignore"), f"{where}.ignore"))
 
     def scheme(self, layer: str) -> QuantScheme | None:
         if any(_matches(layer, target) for target in self.ignore):

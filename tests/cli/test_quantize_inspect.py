@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,22 @@ def test_ranges_are_folded() -> None:
     assert index_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     layers = {f"model.layers.{i}.mlp.up_proj": scheme for i, scheme in enumerate(("w4", "w4", "w8"))}
     assert folded(layers, "model.layers") == [("mlp.up_proj", "w4", "0-1"), ("mlp.up_proj", "w8", "2")]
+
+
+@pytest.mark.parametrize("record", ['{"method": "gptq"}', '{"converted_from": 3}', '{"source": "x"}', "[", "[1]"])
+def test_a_damaged_record_does_not_keep_inspect_from_showing_the_rest(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str
+) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    (tmp_path / "m" / "qtool.json").write_text(record)
+    assert run(["inspect", str(tmp_path / "m")]) == 0
+    shown = capsys.readouterr().out
+    assert "Linear layers" in shown
+    assert ("qtool.json is damaged" in shown) == record.startswith("{")
+
+
+def test_the_source_is_not_replaced_by_its_quantization(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (model / "model.safetensors").read_bytes()
+    assert run(["quantize", str(model), "--out", str(model), "--force", "--method", "rtn", "--group", "32"]) == 3
+    assert "holds the model that is read" in capsys.readouterr().err
+    assert (model / "model.safetensors").read_bytes() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,28 @@ def test_unknown_layouts_are_refused_by_name(tmp_path: Path, section: Any, messa
     assert writer("gptq")
     with pytest.raises(QtoolError, match="unknown format"):
         writer("gguf")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config_groups": {"group_0": 3}},
+        {"ignore": "lm_head"},
+        {"ignore": ["re:("]},
+        *({"group": g} for g in ({"targets": "Linear"}, {"targets": ["re:("]}, {"weights": {"strategy": "channel"}})),
+        {"group": {"weights": {"num_bits": 4, "strategy": "group"}}},
+        {"group": {"input_activations": 8}},
+    ],
+    ids=str,
+)
+def test_a_damaged_compressed_tensors_section_is_refused(
+    tiny_llama: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+    section = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group | change.get("group", {})}}
+    shutil.copytree(tiny_llama, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["quantization_config"] = section | {k: v for k, v in change.items() if k != "group"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with Checkpoint(tmp_path / "m") as checkpoint, pytest.raises(QtoolError, match="quantization_config"):
+        open_reader(checkpoint)

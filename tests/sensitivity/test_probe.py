@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -204,3 +207,13 @@ def test_infinite_weights_are_named(folder: Path, calibration: CalibrationSet) -
         checkpoint.tensor = broken  # type: ignore[method-assign]
         with pytest.raises(QtoolError, match=r"layer model.layers.1.mlp.up_proj: the weight holds 1 NaN or infinite"):
             fisher_damage(walker, groups, lambda *_: None)
+
+
+def test_a_model_with_nan_is_refused_by_tensor_name(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A norm's NaN reaches every activation; the metrics would all be NaN."""
+    shutil.copytree(tiny_model(), tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QtoolError, match=r"model\.norm\.weight holds 1 NaN"):
+        analyze(tmp_path / "m")

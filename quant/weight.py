@@ -65,6 +65,8 @@ class QuantizedWeight:
             )
         if not bool(torch.isfinite(self.scale.float()).all()):
             raise QtoolError(f"layer {layer}: a scale is NaN or infinite")
+        if self.g_idx is not None and self.g_idx.shape != (cols,):
+            raise QtoolError(f"layer {layer}: g_idx has shape {tuple(self.g_idx.shape)}, expected ({cols},)")
         if self.g_idx is not None and not (0 <= int(self.g_idx.min()) and int(self.g_idx.max()) < groups):
             raise QtoolError(f"layer {layer}: g_idx points outside its {groups} groups")
 

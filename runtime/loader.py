@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
 from qtool.runtime.models.rope import rotation_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
 
 
 def resolve_dtype(dtype: str, stored: str | None, device: torch.device, *, quantized: bool) -> torch.dtype:
@@ -62,6 +65,10 @@ def _bfloat16_is_fast() -> bool:
     return best(torch.bfloat16) <= best(torch.float32)
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 class _Source:
     """The checkpoint's tensors, with a record of which were taken."""
 
@@ -84,13 +91,28 @@ class _Source:
         self.left.discard(name)
         return self.checkpoint.tensor(name)
 
+    def _quantized(self, name: str) -> QuantizedWeight | None:
+        """The packed weight of a projection; None where it is stored in 16 bits. Raises QtoolError where damaged."""
+        if self.reader is None:
+            return None
+        try:
+            return None if self.reader.scheme(name) is None else self.reader.read(name)
+        except QtoolError as error:
+            if name in str(error):
+                raise
+            raise QtoolError(f"{self.checkpoint.folder}: layer {name}: {error}") from None
+        except DAMAGE as error:  # tensors of the wrong rank or size fail somewhere in torch
+            raise QtoolError(
+                f"{self.checkpoint.folder}: quantized layer {name} is damaged ({_first_line(error)}); fetch it again"
+            ) from None
+
     def linear(self, names: Sequence[str], rows: Sequence[int], cols: int, *, bias: bool) -> LinearFn:
         """The projections `names` [rows[i], cols], which read the same input, as one linear."""
         weights: list[Tensor | QuantizedWeight] = []
         biases: list[Tensor | None] = []
         for name, out in zip(names, rows):
-            if self.reader is not None and self.reader.scheme(name) is not None:
-                weight = self.reader.read(name)
+            weight = self._quantized(name)
+            if weight is not None:
                 if weight.shape != (out, cols):
                     raise QtoolError(f"layer {name}: its weight is {list(weight.shape)}, expected {[out, cols]}")
                 weights.append(weight)
@@ -143,7 +165,12 @@ def load_model(
     with Checkpoint(folder) as checkpoint:
         raw = checkpoint.config
         config = decoder_config(raw)
-        reader = open_reader(checkpoint)
+        try:
+            reader = open_reader(checkpoint)
+        except DAMAGE as error:
+            raise QtoolError(
+                f"{checkpoint.folder}: the quantization_config of config.json is damaged ({_first_line(error)})"
+            ) from None
         stored = raw.get("dtype") or raw.get("torch_dtype")
         kind = resolve_dtype(dtype, stored, device, quantized=reader is not None)
         source = _Source(checkpoint, reader, device, kind)

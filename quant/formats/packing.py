@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qtool.quant.errors import QtoolError
+
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """[..., K] uint8 → [..., ⌈K·bits/32⌉] int32; element i lies at bit i·bits. The last word is filled with zeros."""
@@ -18,7 +20,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """[..., W] int32 → [..., count] uint8: the inverse of pack()."""
+    """[..., W] int32 → [..., count] uint8: the inverse of pack(). Raises QtoolError where the words are none."""
+    if words.dtype != torch.int32:
+        raise QtoolError(f"packed codes must be int32, found {words.dtype}: fetch the checkpoint again")
     data = words.contiguous().view(torch.uint8)
     if bits == 4:
         data = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)

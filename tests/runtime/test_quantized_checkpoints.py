@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qtool.quant.errors import QtoolError
 from qtool.quant.formats import writer
 from qtool.quant.numerics import find_grid, quantize
 from qtool.quant.scheme import QuantPlan, QuantScheme
@@ -106,3 +107,50 @@ def test_weights_stay_packed(tiny_model: Any, tmp_path: Path) -> None:
             for linear, elements in ((layer.qkv, 128 * 64), (layer.gate_up, 256 * 64), (layer.down, 64 * 128)):
                 codes = linear.packed[0]  # type: ignore[attr-defined]
                 assert codes.numel() * codes.element_size() == elements // 2
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("weight_packed", lambda t: t.float()),  # whose bytes would pass for codes
+        ("weight_packed", lambda t: t[:-1]),
+        ("weight_packed", lambda t: t.flatten()),
+        ("weight_scale", lambda t: t.flatten()[:-3]),
+        ("weight_scale", lambda t: t * float("nan")),
+        ("weight_shape", lambda t: t[:1]),
+        ("weight_g_idx", lambda t: torch.zeros(1, 64, dtype=torch.int32)),
+        ("weight_g_idx", lambda t: torch.zeros(0, dtype=torch.int32)),
+    ],
+)
+def test_a_damaged_layer_is_named(tiny_model: Any, tmp_path: Path, part: str, change: Any) -> None:
+    quantized_copy(tiny_model(), tmp_path / "q", PLANS["int4"])
+    weights = load_file(tmp_path / "q" / "model.safetensors")
+    name = f"{LAYER}.{part}"
+    weights[name] = change(weights.get(name)).contiguous()
+    save_file(weights, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QtoolError, match=LAYER):
+        LLM(tmp_path / "q", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"config_groups": {"group_0": None}},
+        {"config_groups": {"group_0": {"targets": None, "weights": {"strategy": "channel", "num_bits": 4}}}},
+        {"config_groups": {"group_0": {"targets": ["re:("], "weights": {"strategy": "channel", "num_bits": 4}}}},
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"strategy": "group", "num_bits": 4}}}},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": ["q_proj"]},
+    ],
+)
+def test_a_damaged_quantization_config_is_one_line(tiny_model: Any, tmp_path: Path, section: dict[str, Any]) -> None:
+    quantized_copy(tiny_model(), tmp_path / "q", PLANS["int4"])
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["quantization_config"] |= section
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QtoolError) as refusal:
+        LLM(tmp_path / "q", device="cpu")
+    assert str(tmp_path / "q") in str(refusal.value)
+    assert "\n" not in str(refusal.value)

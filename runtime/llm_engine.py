@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -178,6 +178,8 @@ class LLMEngine:
     ) -> Request:
         if request_id in self._entries:
             raise QtoolError(f"request id {request_id!r} is in use")
+        if not isinstance(prompt, Iterable):
+            raise QtoolError(f"a prompt is a text or a list of token ids, got {prompt!r}")
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(ids)
         for token in params.stop_token_ids:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from qtool.quant.errors import QtoolError
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,13 @@ class SamplingParams:
             if not ok:
                 raise QtoolError(f"{name} must be {what}, got {getattr(self, name)!r}")
 
+        for name in ("max_tokens", "top_k", "min_tokens", "n"):
+            need(_is_int(getattr(self, name)), name, "an integer")
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            need(getattr(self, name) is None or _is_int(getattr(self, name)), name, "an integer or None")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            need(math.isfinite(getattr(self, name)), name, "a finite number")
+            value = getattr(self, name)
+            need(_is_int(value) or (isinstance(value, float) and math.isfinite(value)), name, "a finite number")
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
         need(self.temperature >= 0, "temperature", "at least 0")
         need(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
@@ -71,7 +80,10 @@ class SamplingParams:
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
         need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
         need(1 <= self.n <= 128, "n", "between 1 and 128")
-        need(not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings")
+        strings = not isinstance(self.stop, str) and isinstance(self.stop, Collection)
+        need(strings and all(isinstance(s, str) and s for s in self.stop), "stop", "a sequence of non-empty strings")
+        ids = isinstance(self.stop_token_ids, Collection) and all(map(_is_int, self.stop_token_ids))
+        need(ids, "stop_token_ids", "a sequence of token ids")
 
     @property
     def greedy(self) -> bool:

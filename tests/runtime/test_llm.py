@@ -141,6 +141,7 @@ def test_an_abort_frees_its_blocks_and_leaves_neighbours_alone(tiny_model: Any, 
         ([1, 2, 320], "prompt token 2 is 320, outside the vocabulary of 320"),
         ([1, -1], "outside the vocabulary"),
         ([1, True], "expected an integer"),
+        (None, "a text or a list of token ids"),
         (list(range(256)), "the prompt has 256 tokens, but the context is 256"),
     ],
 )
@@ -148,6 +149,20 @@ def test_bad_prompts_are_refused_before_any_work(llm: LLM, prompt: Any, message:
     with pytest.raises(QtoolError, match=message):
         llm.generate([[1, 2], prompt], GREEDY)
     assert not llm.engine.has_unfinished(), "the good prompt of the same call was taken back"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": "5"}, {"max_tokens": 2.5}, {"temperature": None}, {"temperature": float("nan")}, {"top_k": 1.5},
+        {"top_p": "x"}, {"seed": 1.5}, {"n": True}, {"logprobs": 1.5}, {"min_tokens": None}, {"stop": "x"},
+        {"stop": [1]}, {"stop": 5}, {"stop_token_ids": ["a"]}, {"stop_token_ids": 5}, {"repetition_penalty": 1e-300},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_params_refuse_what_would_fail_a_step(wrong: dict[str, Any]) -> None:
+    with pytest.raises(QtoolError, match=f"^{next(iter(wrong))} must be "):
+        SamplingParams(**wrong)
 
 
 def test_half_a_surrogate_pair_is_no_prompt(llm: LLM) -> None:

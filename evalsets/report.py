@@ -194,7 +194,8 @@ def _table_section(c: Comparison) -> str:
         "<section><h2>The gate</h2>"
         '<p class="soft">PASS: the one-sided 95 % bound of the loss is within the limit. FAIL: the loss is beyond the '
         "limit and significant after Holm’s correction. Anything else is INCONCLUSIVE. Intervals are paired bootstrap "
-        "intervals, wider where items or flips are few; p is one-sided (exact McNemar for accuracies, paired t for perplexity).</p>"
+        "intervals, wider where items or flips are few; p is one-sided (exact McNemar for accuracies, "
+        "paired t for perplexity).</p>"
         f"{_table(HEADER, rows)}"
         f"<figure>{plot}<figcaption>Loss of each metric as a multiple of its limit, with its interval. "
         "The green band is allowed.</figcaption></figure></section>"

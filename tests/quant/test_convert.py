@@ -63,7 +63,7 @@ def test_there_and_back(model: Path, tmp_path: Path, source: FormatName, target:
 def test_symmetric_layers_among_asymmetric_ones_get_their_zero_points(model: Path, tmp_path: Path) -> None:
     with Checkpoint(model) as checkpoint:
         shapes = linear_shapes(checkpoint)
-    plan = QuantPlan({n: QuantScheme(4, 32, "q_proj" in n) for n in shapes})
+    plan = QuantPlan({n: QuantScheme(4, 32, "o_proj" in n) for n in shapes})
     mixed, uniform = tmp_path / "mixed", tmp_path / "uniform"
     quantize(model, mixed, plan=plan, method="rtn")
     convert(mixed, uniform, format="awq")
@@ -81,8 +81,8 @@ def test_what_a_format_cannot_hold_is_refused(model: Path, tmp_path: Path) -> No
     with Checkpoint(model) as checkpoint:
         names = list(linear_shapes(checkpoint))
     mixed = tmp_path / "mixed"
-    quantize(model, mixed, plan=QuantPlan({n: QuantScheme(4, 32) if i else None for i, n in enumerate(names)}),
-             method="rtn")  # fmt: skip
+    some = QuantPlan({n: None if "down_proj" in n else QuantScheme(4, 32) for n in names})
+    quantize(model, mixed, plan=some, method="rtn")
     with pytest.raises(QtoolError, match="one bit width and group size"):
         convert(mixed, out, format="gptq")
     with pytest.raises(QtoolError, match="unknown format 'gguf'"):

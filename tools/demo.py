@@ -38,7 +38,7 @@ def run(*words: str, ok: tuple[int, ...] = (0,)) -> tuple[int, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where the artifact and the reports go")
-    parser.add_argument("--avg-bits", default="6.0", help="budget: average bits per weight over the blocks' linears")
+    parser.add_argument("--avg-bits", default="6.5", help="budget: average bits per weight over the blocks' linears")
     args = parser.parse_args()
     out: Path = args.out
     if out.exists():
@@ -55,7 +55,7 @@ def main() -> None:
     run("analyze", MODEL, "--out", sensitivity)
     _, planned = run("plan", sensitivity, "--avg-bits", args.avg_bits, "--out", plan)
     run("quantize", MODEL, "--plan", plan, "--out", artifact)
-    status, comparison = run("compare", MODEL, artifact, "--out", report, ok=(0, 1, 2))
+    status, comparison = run("compare", MODEL, artifact, "--windows", "16", "--out", report, ok=(0, 1, 2))
     bench = ("--concurrency", "1,8", "--num-requests", "10")
     before, after = (run("bench", folder, *bench)[1]["results"] for folder in (MODEL, artifact))
 

@@ -60,7 +60,9 @@ def run(args: list[str] | None = None) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except TyperException as error:
-        typer.echo(f"error: {error.format_message()} (see `qtool --help`, `qtool VERB --help`)", err=True)
+        if not (message := error.format_message()):
+            return 0  # `qtool` alone: the help was printed
+        typer.echo(f"error: {message} (see `qtool --help`, `qtool VERB --help`)", err=True)
         return EXIT_ERROR
     except QtoolError as error:
         typer.echo(f"error: {error}", err=True)

@@ -217,3 +217,10 @@ def test_the_default_model_reads_alike_everywhere(
     theirs = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     (ours,) = LLM(artifact, dtype="float32").prompt_logits([ids])
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).min() >= 0.9999
+
+
+def test_the_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    out, err = capsys.readouterr()
+    assert "quantize" in out + err
+    assert "error" not in err

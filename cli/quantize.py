@@ -59,7 +59,12 @@ def command(
     bits: Annotated[int, typer.Option("--w-bit", help="Bits per weight: 4 or 8.")] = 4,
     group: Annotated[int, typer.Option("--group", help="Inputs per scale: 128, 64, 32, or -1 for per channel.")] = 128,
     symmetric: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric, or with zero points.")] = True,
-    method: Annotated[str, typer.Option("--method", help="rtn, gptq or awq.")] = "gptq",
+    method: Annotated[
+        str, typer.Option("--method", help="rtn, gptq, awq, rounding, awq+gptq or awq+rounding.")
+    ] = "gptq",
+    iters: Annotated[
+        int, typer.Option("--iters", help="Steps of the rounding search in each block (methods with rounding).")
+    ] = 50,
     plan: Annotated[
         Path | None, typer.Option("--plan", help="Per-layer plan (qtool plan); replaces --w-bit, --group, --sym.")
     ] = None,
@@ -85,13 +90,17 @@ def command(
     from qtool.quant.calibration import calibration_set
     from qtool.quant.checkpoint import Checkpoint
     from qtool.quant.device import resolve_device
+    from qtool.quant.errors import QtoolError
     from qtool.quant.fingerprint import model_fingerprint
     from qtool.quant.hub import resolve_model
     from qtool.quant.pipeline import prepare, quantize
     from qtool.quant.planfile import read_plan
-    from qtool.quant.scheme import QuantScheme
+    from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme
 
     reporter = Reporter(quiet, json_result)
+    if group not in (*SUPPORTED_GROUPS, PER_CHANNEL):
+        # checkpoints with other groups are read; ours are to open in every server
+        raise QtoolError(f"--group {group}: use 128, 64, 32, or -1 (one scale per output channel)")
     scheme = QuantScheme(bits, group, symmetric)
     plan_file = None if plan is None else read_plan(plan)
     layer_plan = None if plan_file is None else plan_file.plan
@@ -108,7 +117,13 @@ def command(
             if plan_file is not None:
                 plan_file.check_model(model_fingerprint(checkpoint), str(plan))
             job = prepare(
-                checkpoint, scheme=uniform, plan=layer_plan, method=chosen, grid=chosen_grid, format=chosen_format
+                checkpoint,
+                scheme=uniform,
+                plan=layer_plan,
+                method=chosen,
+                grid=chosen_grid,
+                format=chosen_format,
+                iters=iters,
             )
         for note in job.notes:
             reporter.say(note)
@@ -126,6 +141,7 @@ def command(
             calibration=calibration,
             device=device,
             seed=seed,
+            iters=iters,
             grid=chosen_grid,
             format=chosen_format,
             overwrite=force,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from qtool.quant.algorithms.gptq import gptq
 from qtool.quant.algorithms.hessian import Hessian, InverseFactor, diagonal_blocks, invert
+from qtool.quant.algorithms.rounding import SearchSettings, changed_share
 from qtool.quant.algorithms.rows import pick_rows, row_errors, split_rows
 from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.block_search import BlockTarget, search_block
 from qtool.quant.calibration import Block
 from qtool.quant.channel_scales import group_layers, scale_channels
 from qtool.quant.numerics import GridSearch, check_finite, find_grid, quantize
@@ -21,8 +23,29 @@ from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.structure import LinearGroup, ModelStructure
 from qtool.quant.weight import QuantizedWeight
 
-Method = Literal["rtn", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
+Method = Literal["rtn", "gptq", "awq", "rounding", "awq+gptq", "awq+rounding"]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a method does to a block, in this order: AWQ's channel scales, GPTQ in place of plain rounding to the
+    searched grid, the rounding search over the whole block.
+    """
+
+    scale: bool = False
+    compensate: bool = False
+    search: bool = False
+
+
+STAGES: Mapping[Method, Stages] = {
+    "rtn": Stages(),
+    "gptq": Stages(compensate=True),
+    "awq": Stages(scale=True),
+    "rounding": Stages(compensate=True, search=True),
+    "awq+gptq": Stages(scale=True, compensate=True),
+    "awq+rounding": Stages(scale=True, compensate=True, search=True),
+}
+METHODS: tuple[Method, ...] = tuple(STAGES)
 
 
 @dataclass(frozen=True)
@@ -30,13 +53,14 @@ class Settings:
     """How layers are rounded.
 
     Attributes:
-        method: rtn, gptq or awq.
+        method: one of METHODS; STAGES says what it does.
         grid: the search for scales, see numerics.find_grid.
         damping: GPTQ's, as a share of mean(diag H).
         act_order: GPTQ takes inputs by descending activation, on static groups.
         block_size: GPTQ's columns per lazy update; changes speed alone.
         scale_dtype: 16-bit dtype of stored scales.
         head_dim: of attention, for the value → output edge.
+        search: length and steps of the rounding search.
     """
 
     method: Method
@@ -46,6 +70,11 @@ class Settings:
     act_order: bool = True
     block_size: int = 128
     head_dim: int = 0
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+    @property
+    def stages(self) -> Stages:
+        return STAGES[self.method]
 
 
 @dataclass(frozen=True)
@@ -59,6 +88,8 @@ class LayerRecord:
         dead_inputs: inputs that calibration never excited.
         rtn_rows: rows that kept plain rounding because it was better there.
         awq_ratio: exponent of the chosen channel scales; None: no scaling.
+        changed_codes: share of codes that the rounding search changed; None: there was none.
+        block_loss_ratio: the search's objective, the error of the whole block, after it over before it.
         seconds: time of rounding and search, shared evenly among layers quantized together.
     """
 
@@ -70,6 +101,8 @@ class LayerRecord:
     dead_inputs: int = 0
     rtn_rows: int = 0
     awq_ratio: float | None = None
+    changed_codes: float | None = None
+    block_loss_ratio: float | None = None
     seconds: float = 0.0
 
 
@@ -119,11 +152,11 @@ class Rounded:
     kept_rtn: Tensor  # [N] bool: rows where plain rounding was better and stays
 
 
-def _grid_metric(hessian: Tensor, scheme: QuantScheme, method: Method) -> Tensor:
+def _grid_metric(hessian: Tensor, scheme: QuantScheme, compensated: bool) -> Tensor:
     """What the grid search minimises: GPTQ makes up for correlated errors later, so there the diagonal alone counts."""
     if scheme.group_size == PER_CHANNEL:
         return hessian.diagonal()[None]
-    if method == "gptq":
+    if compensated:
         return hessian.diagonal().reshape(-1, scheme.group_size)
     return diagonal_blocks(hessian, scheme.group_size)
 
@@ -134,7 +167,7 @@ def round_weight(
     """Round `weight` [N, K] against the `hessian` of its inputs: by GPTQ where a `factor` is given, else to the nearest
     code of the searched grid. No row comes out worse than by plain rounding on the minmax grid.
     """
-    metric = _grid_metric(hessian, scheme, settings.method) if settings.grid == "mse" else None
+    metric = _grid_metric(hessian, scheme, factor is not None) if settings.grid == "mse" else None
     grid = find_grid(weight, scheme, settings.grid, metric=metric, scale_dtype=settings.scale_dtype)
     if factor is None:
         found = quantize(weight, grid, scheme)
@@ -166,22 +199,24 @@ def round_group(
     settings: Settings,
     result: BlockResult,
     ratio: float | None = None,
-) -> None:
+) -> Tensor | None:
     """Quantize the layers of `group` on inputs captured now, and leave the dequantized weights in the block.
+
+    Returns the Hessian [in_features, in_features] of those inputs; None where the whole group keeps its 16 bits.
 
     Raises:
         QtoolError: NaN or infinite activations, a Hessian that no damping makes regular; names the layer.
     """
     layers = [name for name in group_layers(block, group) if schemes[name] is not None]
     if not layers:
-        return
+        return None
     started = time.perf_counter()
     running = Hessian(block.linears[layers[0]].in_features, block.linears[layers[0]].weight.device)
     capture_inputs(block, layers[0], running.add)
     hessian = running.matrix()
     check_finite(hessian, f"layer {layers[0]}: the Hessian of its calibration inputs")
     factor = None
-    if settings.method == "gptq":
+    if settings.stages.compensate:
         factor = invert(hessian, damping=settings.damping, act_order=settings.act_order, layer=f"layer {layers[0]}")
         if factor.damping > settings.damping:
             result.notes.append(f"{', '.join(layers)}: singular Hessian, damping raised to {factor.damping:g}")
@@ -211,17 +246,23 @@ def round_group(
                 seconds=seconds,
             )
             block.linears[name].weight.data = weight.dequantize()
+    return hessian
 
 
 # --- one block -------------------------------------------------------------------------------------------------------
 
 
 def quantize_block(
-    block: Block, structure: ModelStructure, schemes: Mapping[str, QuantScheme | None], settings: Settings
+    block: Block,
+    structure: ModelStructure,
+    schemes: Mapping[str, QuantScheme | None],
+    settings: Settings,
+    target: BlockTarget | None = None,
 ) -> BlockResult:
     """Quantize the linears of `block` group by group, each on inputs that the groups before it already changed.
 
-    The block is left with the dequantized weights, so that its outputs are the quantized model's.
+    The block is left with the dequantized weights, so that its outputs are the quantized model's. Methods with a
+    rounding search need a `target`.
 
     Raises:
         QtoolError: NaN or infinite activations, or a Hessian that no damping makes regular; names the layer.
@@ -229,7 +270,7 @@ def quantize_block(
     result = BlockResult()
     ratios: dict[str, float | None] = {}
     with torch.no_grad():
-        if settings.method == "awq":
+        if settings.stages.scale:
             scaled = scale_channels(block, structure, schemes, head_dim=settings.head_dim, dtype=settings.scale_dtype)
             ratios = scaled.ratios
             result.changed.update(scaled.changed)
@@ -239,6 +280,43 @@ def quantize_block(
                     stored = linear.weight.data.to(settings.scale_dtype)
                     linear.weight.data = stored.to(linear.weight.dtype)
                     result.changed[f"{name}.weight"] = stored
+        originals = {name: linear.weight.data for name, linear in block.linears.items()}
+        hessians: dict[str, Tensor] = {}
         for group in structure.groups:
-            round_group(block, group, schemes, settings, result, ratios.get(group.kind))
+            hessian = round_group(block, group, schemes, settings, result, ratios.get(group.kind))
+            if hessian is not None and settings.stages.search:
+                hessians.update(dict.fromkeys(group_layers(block, group), hessian))
+    if settings.stages.search:
+        assert target is not None
+        _search(block, originals, hessians, target, settings, result)
     return result
+
+
+def _search(
+    block: Block,
+    originals: Mapping[str, Tensor],
+    hessians: Mapping[str, Tensor],
+    target: BlockTarget,
+    settings: Settings,
+    result: BlockResult,
+) -> None:
+    """Search the rounding of the whole block, out from what `result` holds; its weights and records are replaced.
+
+    The layers' own errors are measured against the `hessians` of the inputs that they had before the search.
+    """
+    started = time.perf_counter()
+    found = search_block(block, originals, result.weights, target, settings.search)
+    seconds = (time.perf_counter() - started) / max(1, len(found.weights))
+    for name, weight in found.weights.items():
+        values = weight.dequantize()
+        error = row_errors(originals[name] - values, hessians[name])
+        record = result.records[name]
+        result.records[name] = replace(
+            record,
+            relative_error=_relative(error, row_errors(originals[name], hessians[name])),
+            changed_codes=changed_share(result.weights[name], weight),
+            block_loss_ratio=found.loss / found.start_loss if found.start_loss > 0 else 1.0,
+            seconds=record.seconds + seconds,
+        )
+        result.weights[name] = weight
+        block.linears[name].weight.data = values

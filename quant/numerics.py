@@ -68,7 +68,7 @@ def nearest_codes(weight: Tensor, scale: Tensor, zero: Tensor | float, max_code:
     return torch.round(weight / scale).add_(zero).clamp_(0, max_code)
 
 
-def _storable(scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:
+def storable_scale(scale: Tensor, scheme: QuantScheme, dtype: torch.dtype) -> Tensor:
     """Round float32 steps to `dtype`: bounded so that no dequantized weight overflows it, never zero."""
     levels = 1 << (scheme.bits - 1 if scheme.symmetric else scheme.bits)
     info = torch.finfo(dtype)
@@ -120,7 +120,7 @@ class _Best:
 
     def offer(self, step: Tensor, zero: Tensor | None) -> None:
         """Try a grid; it is taken where it is better."""
-        scale = _storable(step, self.scheme, self.dtype)
+        scale = storable_scale(step, self.scheme, self.dtype)
         delta = (self.codes(scale, zero).mul_(scale.float().unsqueeze(-1)).sub_(self.groups)).div_(self.norm)
         if self.metric is None:
             error = delta.square_().sum(-1)
@@ -150,10 +150,10 @@ class _Best:
 def _search(groups: Tensor, scheme: QuantScheme, search: GridSearch, metric: Tensor | None, dtype: torch.dtype) -> Grid:
     if search == "minmax":
         step, zero = _minmax(groups, scheme)
-        return Grid(_storable(step, scheme, dtype), None if zero is None else zero.to(torch.uint8))
+        return Grid(storable_scale(step, scheme, dtype), None if zero is None else zero.to(torch.uint8))
     if search == "signed":
         if scheme.symmetric:
-            return Grid(_storable(_signed(groups, scheme), scheme, dtype), None)
+            return Grid(storable_scale(_signed(groups, scheme), scheme, dtype), None)
         return _search(groups, scheme, "minmax", metric, dtype)
     best = _Best(groups, metric, scheme, dtype)
     best.offer(*_minmax(groups, scheme))  # first, so that ties keep the plain grid

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from qtool._version import __version__
+from qtool.quant.algorithms.rounding import SearchSettings
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
+from qtool.quant.block_search import BlockTarget
 from qtool.quant.blockwise import METHODS, BlockResult, LayerRecord, Method, Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
 from qtool.quant.checkpoint import Checkpoint
@@ -25,6 +27,7 @@ from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
 from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
+from qtool.quant.output_metric import output_metrics
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 
 RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
-DEFAULT_GRID: Mapping[Method, GridSearch] = {"rtn": "minmax", "gptq": "mse", "awq": "mse"}
+DEFAULT_ITERS = SearchSettings.iters
+METRIC_TOKENS = 4096  # calibration tokens on which the rounding search measures how errors of a block count
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ def prepare(
     method: Method = "gptq",
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
+    iters: int = DEFAULT_ITERS,
+    seed: int = 0,
 ) -> Job:
     """Decide how every layer is quantized; refuse what cannot be done. Reads no weights.
 
@@ -115,6 +121,8 @@ def prepare(
         raise QtoolError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if grid is not None and grid not in GRID_SEARCHES:
         raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
+    if iters < 1:
+        raise QtoolError(f"{iters} iterations of the rounding search: use at least 1, or --method gptq for none")
     if (scheme is None) == (plan is None):
         raise QtoolError("give either one scheme for all layers or a plan, not both and not neither")
     structure = structure_of(checkpoint.config)
@@ -145,9 +153,10 @@ def prepare(
     config = checkpoint.config
     settings = Settings(
         method=method,
-        grid=grid or DEFAULT_GRID[method],
+        grid=grid or ("minmax" if method == "rtn" else "mse"),
         scale_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float16,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
+        search=SearchSettings(iters=iters, seed=seed),
     )
     return Job(checkpoint, structure, shapes, ordered, settings, out_format, format, _summarize(notes))
 
@@ -221,18 +230,35 @@ def _run_facts(job: Job, calibration: CalibrationSet, device: torch.device) -> d
 
 
 def _calibrated_blocks(
-    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore
+    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore, progress: ProgressFn
 ) -> Iterator[BlockResult]:
     """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
+    search = job.settings.stages.search
+    metrics = _output_metrics(job, calibration, device, progress) if search else []
     walker = BlockWalker(job.checkpoint, calibration.tokens, device=device)
+    outputs = list(walker.states)  # of the 16-bit model, after the blocks so far
     for block in walker:
+        target = None
+        if search:
+            with torch.no_grad():
+                outputs = [block.run(states) for states in outputs]
+            target = BlockTarget(outputs, metrics[block.index].to(device))
         result = store.load(block.index, device)
         if result is not None:
             restore(block, result)
         else:
-            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings)
+            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, target)
             store.save(block.index, result)
         yield result
+
+
+def _output_metrics(job: Job, calibration: CalibrationSet, device: torch.device, progress: ProgressFn) -> list[Tensor]:
+    """How errors of every block's output count, on sequences evenly spaced over the calibration set; on the CPU."""
+    tokens = calibration.tokens
+    count = max(1, min(len(tokens), METRIC_TOKENS // tokens.shape[1]))
+    chosen = tokens[[i * len(tokens) // count for i in range(count)]]
+    walker = BlockWalker(job.checkpoint, chosen, device=device, batch_tokens=tokens.shape[1])
+    return [metric.cpu() for metric in output_metrics(walker, seed=job.settings.search.seed, progress=progress)]
 
 
 def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
@@ -259,7 +285,8 @@ def _record(
         },
         "method": job.settings.method,
         "grid": job.settings.grid,
-        "damping": job.settings.damping if job.settings.method == "gptq" else None,
+        "damping": job.settings.damping if job.settings.stages.compensate else None,
+        "search": asdict(job.settings.search) if job.settings.stages.search else None,
         "format": job.format,
         "seed": seed,
         "calibration": None
@@ -300,6 +327,7 @@ def quantize(
     calibration: CalibrationSet | None = None,
     device: str = "auto",
     seed: int = 0,
+    iters: int = DEFAULT_ITERS,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     overwrite: bool = False,
@@ -314,10 +342,12 @@ def quantize(
             that were finished stay in the cache, and the same call goes on after them (quant/resume.py).
         scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
         plan: a scheme for each layer. One of the two.
-        method: rtn (needs no calibration), gptq or awq.
-        calibration: what gptq and awq are calibrated on; None: 32 × 512 tokens of the Python standard library.
+        method: rtn (needs no calibration), gptq, awq, rounding (GPTQ, then the rounding search), awq+gptq or
+            awq+rounding.
+        calibration: what the other methods are calibrated on; None: 32 × 512 tokens of the Python standard library.
         device: auto, cpu, cuda or cuda:N.
-        seed: of the default calibration set; recorded.
+        seed: of the default calibration set and of the rounding search; recorded.
+        iters: steps of the rounding search for each block.
         grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
         format: compressed-tensors, or gptq or awq for uniform plans.
         source: what qtool.json names as the model; None: `model` as given.
@@ -334,7 +364,9 @@ def quantize(
     folder = resolve_model(model, progress=progress)
     check_apart(target, folder)
     with Checkpoint(folder) as checkpoint:
-        job = prepare(checkpoint, scheme=scheme, plan=plan, method=method, grid=grid, format=format)
+        job = prepare(
+            checkpoint, scheme=scheme, plan=plan, method=method, grid=grid, format=format, iters=iters, seed=seed
+        )
         check_space(target, artifact_bytes(job))
         if method == "rtn":
             calibration = None
@@ -349,7 +381,7 @@ def quantize(
         else:
             if len(store):
                 log.info("an earlier run was cut short: going on after block %d", len(store))
-            blocks = _calibrated_blocks(job, calibration, on, store)
+            blocks = _calibrated_blocks(job, calibration, on, store, progress)
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target, overwrite=overwrite) as artifact:

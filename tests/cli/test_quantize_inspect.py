@@ -64,7 +64,8 @@ def test_a_plan_file_is_followed(model: Path, tmp_path: Path, capsys: pytest.Cap
     ("extra", "message"),
     [
         (["--w-bit", "3"], "3 bits per weight is not supported"),
-        (["--group", "100"], "group size 100"),
+        (["--group", "100"], "--group 100"),
+        (["--group", "48"], "use 128, 64, 32, or -1"),
         (["--plan", "missing.json"], "missing.json"),
         (["--method", "magic"], "unknown method 'magic'"),
         (["--format", "gguf"], "unknown format 'gguf'"),

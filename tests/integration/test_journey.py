@@ -58,7 +58,7 @@ def test_the_whole_path(tiny_model: Any, text: Path, tmp_path: Path, capsys: pyt
     assert Path(failed["report"]).read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "rounding", "awq+gptq", "awq+rounding"])
 def test_transformers_and_the_runtime_read_the_same_model(
     tiny_model: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:

@@ -54,7 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "qtool_run.json"}
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "rounding", "awq+rounding"])
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_a_resumed_run_gives_the_same_bytes(
     model: Path, tmp_path: Path, cache: Path, method: Method, stop_after: int

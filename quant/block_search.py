@@ -1,0 +1,103 @@
+"""The rounding search on one decoder block: what its output should be, how errors of it count, and in what to compute.
+
+The block runs on the inputs that the quantized blocks before it give, and is drawn towards what the 16-bit model has
+at this place, so that it also makes up for errors made before it. An error of the output counts by what it does to the
+model's own answer: rotated by the metric of quant/output_metric.py, and relative to the token's norm where that is far
+above the median, because the next norm divides by it (attention sinks would otherwise outweigh all other tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from qtool.quant.algorithms.rounding import SearchResult, SearchSettings, search_rounding
+from qtool.quant.calibration import Block
+from qtool.quant.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class BlockTarget:
+    """What a block's output is compared with.
+
+    Attributes:
+        outputs: [b, seq, hidden] each, the 16-bit model's own hidden states after this block.
+        metric: [hidden, hidden] positive semidefinite, the weight of an output error (ΔᵀMΔ); None: the identity.
+    """
+
+    outputs: list[Tensor]
+    metric: Tensor | None = None
+
+
+class _Runner(nn.Module):
+    """Block.run as a module, so that functional_call can put stand-ins in the place of the block's weights."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.module = block.module
+        self._run = block.run
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._run(inputs)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it faster than float32, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _square_root(metric: Tensor, dtype: torch.dtype) -> Tensor:
+    """R [hidden, hidden] with R Rᵀ = metric, scaled to a mean eigenvalue of 1, in `dtype`."""
+    values, vectors = torch.linalg.eigh(metric.double() / metric.diagonal().double().mean().clamp_min(1e-300))
+    root: Tensor = vectors * values.clamp_min(0).sqrt()
+    return root.to(dtype)
+
+
+def _token_weights(outputs: Tensor) -> Tensor:
+    """[n, seq, 1] float32: 1, or median norm / norm for tokens above the median."""
+    norms = outputs.norm(dim=-1, keepdim=True)
+    share: Tensor = norms.median() / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    return share.clamp_max(1.0)
+
+
+def search_block(
+    block: Block,
+    originals: Mapping[str, Tensor],
+    starts: Mapping[str, QuantizedWeight],
+    target: BlockTarget,
+    settings: SearchSettings,
+) -> SearchResult:
+    """Search the rounding of `starts` (full layer name → weight) with the block's output error as objective.
+
+    Args:
+        originals: the unrounded [N, K] weights, with channel scales where such were applied.
+
+    The block's own weights are left as they are.
+    """
+    inputs, outputs = torch.cat(block.inputs), torch.cat(target.outputs)
+    dtype = compute_dtype(inputs.device)
+    root = None if target.metric is None else _square_root(target.metric, dtype)
+    token_weights = _token_weights(outputs)
+    runner = _Runner(block)
+    prefix = f"{block.name}."
+
+    def loss(stand_ins: dict[str, Tensor], drawn: Tensor) -> Tensor:
+        drawn = drawn.to(inputs.device)
+        parameters: dict[str, Any] = {f"module.{n.removeprefix(prefix)}.weight": w for n, w in stand_ins.items()}
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            got = functional_call(runner, parameters, (inputs[drawn],))
+        error = (got.float() - outputs[drawn]) * token_weights[drawn]
+        if root is not None:
+            error = (error.to(dtype) @ root).float()
+        value: Tensor = error.square().sum() / len(drawn)
+        return value
+
+    return search_rounding(originals, starts, loss, len(inputs), settings, dtype=dtype)

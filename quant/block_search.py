@@ -1,15 +1,14 @@
 """The rounding search on one decoder block: what its output should be, how errors of it count, and in what to compute.
 
 The block runs on the inputs that the quantized blocks before it give, and is drawn towards what the 16-bit model has
-at this place, so that it also makes up for errors made before it. An error of the output counts by what it does to the
-model's own answer: rotated by the metric of quant/output_metric.py, and relative to the token's norm where that is far
-above the median, because the next norm divides by it (attention sinks would otherwise outweigh all other tokens).
+at this place, so that it also makes up for errors made before it. An error counts relative to the token's norm where
+that is above the median, because the next norm divides by it (attention sinks would outweigh all other tokens).
+Weighting it by the Fisher metric of the model's answer as well was tried, and won on one block what it lost on another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +18,6 @@ from torch.func import functional_call
 from qtool.quant.algorithms.rounding import SearchResult, SearchSettings, search_rounding
 from qtool.quant.calibration import Block
 from qtool.quant.weight import QuantizedWeight
-
-
-@dataclass(frozen=True)
-class BlockTarget:
-    """What a block's output is compared with.
-
-    Attributes:
-        outputs: [b, seq, hidden] each, the 16-bit model's own hidden states after this block.
-        metric: [hidden, hidden] positive semidefinite, the weight of an output error (ΔᵀMΔ); None: the identity.
-    """
-
-    outputs: list[Tensor]
-    metric: Tensor | None = None
 
 
 class _Runner(nn.Module):
@@ -54,13 +40,6 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _square_root(metric: Tensor, dtype: torch.dtype) -> Tensor:
-    """R [hidden, hidden] with R Rᵀ = metric, scaled to a mean eigenvalue of 1, in `dtype`."""
-    values, vectors = torch.linalg.eigh(metric.double() / metric.diagonal().double().mean().clamp_min(1e-300))
-    root: Tensor = vectors * values.clamp_min(0).sqrt()
-    return root.to(dtype)
-
-
 def _token_weights(outputs: Tensor) -> Tensor:
     """[n, seq, 1] float32: 1, or median norm / norm for tokens above the median."""
     norms = outputs.norm(dim=-1, keepdim=True)
@@ -72,19 +51,19 @@ def search_block(
     block: Block,
     originals: Mapping[str, Tensor],
     starts: Mapping[str, QuantizedWeight],
-    target: BlockTarget,
+    targets: list[Tensor],
     settings: SearchSettings,
 ) -> SearchResult:
     """Search the rounding of `starts` (full layer name → weight) with the block's output error as objective.
 
     Args:
         originals: the unrounded [N, K] weights, with channel scales where such were applied.
+        targets: [b, seq, hidden] each, the 16-bit model's own hidden states after this block.
 
     The block's own weights are left as they are.
     """
-    inputs, outputs = torch.cat(block.inputs), torch.cat(target.outputs)
+    inputs, outputs = torch.cat(block.inputs), torch.cat(targets)
     dtype = compute_dtype(inputs.device)
-    root = None if target.metric is None else _square_root(target.metric, dtype)
     token_weights = _token_weights(outputs)
     runner = _Runner(block)
     prefix = f"{block.name}."
@@ -95,8 +74,6 @@ def search_block(
         with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             got = functional_call(runner, parameters, (inputs[drawn],))
         error = (got.float() - outputs[drawn]) * token_weights[drawn]
-        if root is not None:
-            error = (error.to(dtype) @ root).float()
         value: Tensor = error.square().sum() / len(drawn)
         return value
 

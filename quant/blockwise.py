@@ -15,7 +15,7 @@ from qtool.quant.algorithms.hessian import Hessian, InverseFactor, diagonal_bloc
 from qtool.quant.algorithms.rounding import SearchSettings, changed_share
 from qtool.quant.algorithms.rows import pick_rows, row_errors, split_rows
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.block_search import BlockTarget, search_block
+from qtool.quant.block_search import search_block
 from qtool.quant.calibration import Block
 from qtool.quant.channel_scales import group_layers, scale_channels
 from qtool.quant.numerics import GridSearch, check_finite, find_grid, quantize
@@ -257,12 +257,12 @@ def quantize_block(
     structure: ModelStructure,
     schemes: Mapping[str, QuantScheme | None],
     settings: Settings,
-    target: BlockTarget | None = None,
+    targets: list[Tensor] | None = None,
 ) -> BlockResult:
     """Quantize the linears of `block` group by group, each on inputs that the groups before it already changed.
 
     The block is left with the dequantized weights, so that its outputs are the quantized model's. Methods with a
-    rounding search need a `target`.
+    rounding search need `targets`, the 16-bit model's hidden states after this block.
 
     Raises:
         QtoolError: NaN or infinite activations, or a Hessian that no damping makes regular; names the layer.
@@ -287,8 +287,8 @@ def quantize_block(
             if hessian is not None and settings.stages.search:
                 hessians.update(dict.fromkeys(group_layers(block, group), hessian))
     if settings.stages.search:
-        assert target is not None
-        _search(block, originals, hessians, target, settings, result)
+        assert targets is not None
+        _search(block, originals, hessians, targets, settings, result)
     return result
 
 
@@ -296,7 +296,7 @@ def _search(
     block: Block,
     originals: Mapping[str, Tensor],
     hessians: Mapping[str, Tensor],
-    target: BlockTarget,
+    targets: list[Tensor],
     settings: Settings,
     result: BlockResult,
 ) -> None:
@@ -305,7 +305,7 @@ def _search(
     The layers' own errors are measured against the `hessians` of the inputs that they had before the search.
     """
     started = time.perf_counter()
-    found = search_block(block, originals, result.weights, target, settings.search)
+    found = search_block(block, originals, result.weights, targets, settings.search)
     seconds = (time.perf_counter() - started) / max(1, len(found.weights))
     for name, weight in found.weights.items():
         values = weight.dequantize()

@@ -17,7 +17,6 @@ from qtool._version import __version__
 from qtool.quant.algorithms.rounding import SearchSettings
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
-from qtool.quant.block_search import BlockTarget
 from qtool.quant.blockwise import METHODS, BlockResult, LayerRecord, Method, Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
 from qtool.quant.checkpoint import Checkpoint
@@ -27,7 +26,6 @@ from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
 from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
-from qtool.quant.output_metric import output_metrics
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
@@ -38,7 +36,6 @@ log = logging.getLogger(__name__)
 RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
 DEFAULT_ITERS = SearchSettings.iters
-METRIC_TOKENS = 4096  # calibration tokens on which the rounding search measures how errors of a block count
 
 
 @dataclass(frozen=True)
@@ -230,35 +227,24 @@ def _run_facts(job: Job, calibration: CalibrationSet, device: torch.device) -> d
 
 
 def _calibrated_blocks(
-    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore, progress: ProgressFn
+    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore
 ) -> Iterator[BlockResult]:
     """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
-    search = job.settings.stages.search
-    metrics = _output_metrics(job, calibration, device, progress) if search else []
     walker = BlockWalker(job.checkpoint, calibration.tokens, device=device)
-    outputs = list(walker.states)  # of the 16-bit model, after the blocks so far
+    outputs = (
+        list(walker.states) if job.settings.stages.search else None
+    )  # of the 16-bit model, after the blocks so far
     for block in walker:
-        target = None
-        if search:
+        if outputs is not None:
             with torch.no_grad():
                 outputs = [block.run(states) for states in outputs]
-            target = BlockTarget(outputs, metrics[block.index].to(device))
         result = store.load(block.index, device)
         if result is not None:
             restore(block, result)
         else:
-            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, target)
+            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, outputs)
             store.save(block.index, result)
         yield result
-
-
-def _output_metrics(job: Job, calibration: CalibrationSet, device: torch.device, progress: ProgressFn) -> list[Tensor]:
-    """How errors of every block's output count, on sequences evenly spaced over the calibration set; on the CPU."""
-    tokens = calibration.tokens
-    count = max(1, min(len(tokens), METRIC_TOKENS // tokens.shape[1]))
-    chosen = tokens[[i * len(tokens) // count for i in range(count)]]
-    walker = BlockWalker(job.checkpoint, chosen, device=device, batch_tokens=tokens.shape[1])
-    return [metric.cpu() for metric in output_metrics(walker, seed=job.settings.search.seed, progress=progress)]
 
 
 def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
@@ -381,7 +367,7 @@ def quantize(
         else:
             if len(store):
                 log.info("an earlier run was cut short: going on after block %d", len(store))
-            blocks = _calibrated_blocks(job, calibration, on, store, progress)
+            blocks = _calibrated_blocks(job, calibration, on, store)
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target, overwrite=overwrite) as artifact:

@@ -40,8 +40,8 @@ class SearchSettings:
 
     iters: int = 50
     batch: int = 4
-    step: float = 0.02
-    scale_step: float = 1e-3
+    step: float = 0.006
+    scale_step: float = 3e-3
     checks: int = 2
     seed: int = 0
 

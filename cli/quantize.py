@@ -10,7 +10,6 @@ import typer
 from qtool.cli.common import Device, Json, Model, Quiet, Reporter
 
 if TYPE_CHECKING:
-    from qtool.quant.blockwise import Method
     from qtool.quant.formats import FormatName
     from qtool.quant.numerics import GridSearch
     from qtool.quant.pipeline import QuantizeReport
@@ -57,16 +56,32 @@ def command(
         Path | None, typer.Option("--out", "-o", help="Folder to make; default ./MODEL-SCHEME-METHOD.")
     ] = None,
     bits: Annotated[int, typer.Option("--w-bit", help="Bits per weight: 4 or 8.")] = 4,
-    group: Annotated[int, typer.Option("--group", help="Inputs per scale: 128, 64, 32, or -1 for per channel.")] = 128,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group", help="Inputs per scale: 128, 64, 32, or -1 for per channel (the default with --a-bit)."
+        ),
+    ] = None,
+    act_bits: Annotated[
+        int | None, typer.Option("--a-bit", help="8: activations in 8 bits too, per token at run time (W8A8).")
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric, or with zero points.")] = True,
     method: Annotated[
-        str, typer.Option("--method", help="rtn, gptq, awq, rounding, awq+gptq or awq+rounding.")
+        str,
+        typer.Option(
+            "--method",
+            help="Stages joined by +, in this order: awq or smoothquant (for --a-bit 8); rtn, gptq or rounding.",
+        ),
     ] = "gptq",
     iters: Annotated[
         int, typer.Option("--iters", help="Steps of the rounding search in each block (methods with rounding).")
     ] = 50,
+    alpha: Annotated[
+        float, typer.Option("--alpha", help="SmoothQuant: 0 leaves weights as they are, 1 makes activations all alike.")
+    ] = 0.5,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="Per-layer plan (qtool plan); replaces --w-bit, --group, --sym.")
+        Path | None,
+        typer.Option("--plan", help="Per-layer plan (qtool plan); replaces --w-bit, --group, --sym, --a-bit."),
     ] = None,
     grid: Annotated[
         str | None, typer.Option("--grid", help="Search for scales: minmax, signed or mse; default by method.")
@@ -98,16 +113,17 @@ def command(
     from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme
 
     reporter = Reporter(quiet, json_result)
+    if group is None:
+        group = 128 if act_bits is None else PER_CHANNEL
     if group not in (*SUPPORTED_GROUPS, PER_CHANNEL):
         # checkpoints with other groups are read; ours are to open in every server
         raise QtoolError(f"--group {group}: use 128, 64, 32, or -1 (one scale per output channel)")
-    scheme = QuantScheme(bits, group, symmetric)
+    scheme = QuantScheme(bits, group, symmetric, act_bits)
     plan_file = None if plan is None else read_plan(plan)
     layer_plan = None if plan_file is None else plan_file.plan
     target = out or default_out(model, layer_plan, scheme.name, method)
     check_target(target, overwrite=force)
     resolve_device(device)
-    chosen = cast("Method", method)
     chosen_grid = cast("GridSearch | None", grid)
     chosen_format = cast("FormatName", output_format)
     uniform = scheme if layer_plan is None else None
@@ -120,15 +136,16 @@ def command(
                 checkpoint,
                 scheme=uniform,
                 plan=layer_plan,
-                method=chosen,
+                method=method,
                 grid=chosen_grid,
                 format=chosen_format,
                 iters=iters,
+                alpha=alpha,
             )
         for note in job.notes:
             reporter.say(note)
         calibration = None
-        if method != "rtn":
+        if job.settings.stages.calibrated:
             calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
             for note in calibration.notes:
                 reporter.say(note)
@@ -137,11 +154,12 @@ def command(
             target,
             scheme=uniform,
             plan=layer_plan,
-            method=chosen,
+            method=method,
             calibration=calibration,
             device=device,
             seed=seed,
             iters=iters,
+            alpha=alpha,
             grid=chosen_grid,
             format=chosen_format,
             overwrite=force,

@@ -15,37 +15,17 @@ from qtool.quant.algorithms.hessian import Hessian, InverseFactor, diagonal_bloc
 from qtool.quant.algorithms.rounding import SearchSettings, changed_share
 from qtool.quant.algorithms.rows import pick_rows, row_errors, split_rows
 from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.algorithms.smoothquant import ALPHA
 from qtool.quant.block_search import search_block
 from qtool.quant.calibration import Block
-from qtool.quant.channel_scales import group_layers, scale_channels
+from qtool.quant.channel_scales import scale_channels
+from qtool.quant.folding import ScaledBlock, group_layers
+from qtool.quant.method import Stages, parse_method
 from qtool.quant.numerics import GridSearch, check_finite, find_grid, quantize
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
+from qtool.quant.smoothing import smooth_channels
 from qtool.quant.structure import LinearGroup, ModelStructure
 from qtool.quant.weight import QuantizedWeight
-
-Method = Literal["rtn", "gptq", "awq", "rounding", "awq+gptq", "awq+rounding"]
-
-
-@dataclass(frozen=True)
-class Stages:
-    """What a method does to a block, in this order: AWQ's channel scales, GPTQ in place of plain rounding to the
-    searched grid, the rounding search over the whole block.
-    """
-
-    scale: bool = False
-    compensate: bool = False
-    search: bool = False
-
-
-STAGES: Mapping[Method, Stages] = {
-    "rtn": Stages(),
-    "gptq": Stages(compensate=True),
-    "awq": Stages(scale=True),
-    "rounding": Stages(compensate=True, search=True),
-    "awq+gptq": Stages(scale=True, compensate=True),
-    "awq+rounding": Stages(scale=True, compensate=True, search=True),
-}
-METHODS: tuple[Method, ...] = tuple(STAGES)
 
 
 @dataclass(frozen=True)
@@ -53,28 +33,30 @@ class Settings:
     """How layers are rounded.
 
     Attributes:
-        method: one of METHODS; STAGES says what it does.
+        method: stages joined by +, see method.parse_method.
         grid: the search for scales, see numerics.find_grid.
         damping: GPTQ's, as a share of mean(diag H).
         act_order: GPTQ takes inputs by descending activation, on static groups.
         block_size: GPTQ's columns per lazy update; changes speed alone.
         scale_dtype: 16-bit dtype of stored scales.
         head_dim: of attention, for the value → output edge.
+        alpha: SmoothQuant's, how much of the difficulty goes from activations to weights.
         search: length and steps of the rounding search.
     """
 
-    method: Method
+    method: str
     grid: GridSearch
     scale_dtype: torch.dtype
     damping: float = 0.01
     act_order: bool = True
     block_size: int = 128
     head_dim: int = 0
+    alpha: float = ALPHA
     search: SearchSettings = field(default_factory=SearchSettings)
 
     @property
     def stages(self) -> Stages:
-        return STAGES[self.method]
+        return parse_method(self.method)
 
 
 @dataclass(frozen=True)
@@ -270,8 +252,8 @@ def quantize_block(
     result = BlockResult()
     ratios: dict[str, float | None] = {}
     with torch.no_grad():
-        if settings.stages.scale:
-            scaled = scale_channels(block, structure, schemes, head_dim=settings.head_dim, dtype=settings.scale_dtype)
+        if settings.stages.scale is not None:
+            scaled = _scale(block, structure, schemes, settings)
             ratios = scaled.ratios
             result.changed.update(scaled.changed)
             result.notes.extend(scaled.notes)
@@ -290,6 +272,16 @@ def quantize_block(
         assert targets is not None
         _search(block, originals, hessians, targets, settings, result)
     return result
+
+
+def _scale(
+    block: Block, structure: ModelStructure, schemes: Mapping[str, QuantScheme | None], settings: Settings
+) -> ScaledBlock:
+    """Give the block the channel scales of its method, in place."""
+    head_dim, dtype = settings.head_dim, settings.scale_dtype
+    if settings.stages.scale == "awq":
+        return scale_channels(block, structure, schemes, head_dim=head_dim, dtype=dtype)
+    return smooth_channels(block, structure, schemes, alpha=settings.alpha, head_dim=head_dim, dtype=dtype)
 
 
 def _search(

@@ -1,4 +1,4 @@
-"""AWQ's channel scales on one decoder block: gather statistics, search, fold the scales into their source."""
+"""AWQ's channel scales on one decoder block: gather statistics, search, fold them into their source."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.quant.algorithms.awq import absorb_into_norm, repeated_channels, search_scale
+from qtool.quant.algorithms.awq import search_scale
 from qtool.quant.algorithms.hessian import Hessian
 from qtool.quant.algorithms.rows import row_errors
 from qtool.quant.calibration import Block
+from qtool.quant.folding import ScaledBlock, absorbing_edge, fold, group_layers
 from qtool.quant.scheme import QuantScheme
-from qtool.quant.structure import LinearGroup, ModelStructure
+from qtool.quant.structure import ModelStructure
 
 LOSS_TOKENS = 2048  # calibration tokens on which the search runs the consumer
-
-
-@dataclass(frozen=True)
-class ScaledBlock:
-    """What scaling did to a block.
-
-    Attributes:
-        ratios: exponent chosen for each kind of group; None: the identity was best.
-        changed: norms and biases that now differ, in their stored dtype, by the name under which they are stored.
-        notes: groups that were left as they are, and why.
-    """
-
-    ratios: dict[str, float | None]
-    changed: dict[str, Tensor]
-    notes: list[str]
-
-
-def group_layers(block: Block, group: LinearGroup) -> list[str]:
-    """Full names of the group's linears in this block."""
-    return [f"{block.name}.{member}" for member in group.members]
 
 
 class _InputStatistics:
@@ -49,7 +30,7 @@ class _InputStatistics:
         self.hessian = Hessian(features, device) if with_hessian else None
 
     def add(self, x: Tensor) -> None:
-        self._total += x.abs().sum(0)
+        self._total += x.abs().sum(0, dtype=torch.float32)
         self._tokens += len(x)
         if self.hessian is not None:
             self.hessian.add(x)
@@ -137,7 +118,7 @@ def scale_channels(
         layers = group_layers(block, group)
         linears = [block.linears[name] for name in layers]
         stats = statistics[layers[0]]
-        edge = _absorbing(block, group, head_dim)
+        edge = absorbing_edge(block, group, head_dim)
         if edge is None:
             done.notes.append(f"{', '.join(layers)}: nothing before them can absorb channel scales, none applied")
             continue
@@ -157,57 +138,9 @@ def scale_channels(
         )
         done.ratios[group.kind] = found.ratio
         if found.ratio is not None:
-            _fold(edge, found.scale, linears, structure.norm_offset, dtype, done.changed)
+            fold(edge, found.scale, linears, structure.norm_offset, dtype, done.changed)
     return done
 
 
 def _linear_loss(weight: Tensor, hessian: Tensor, stand_ins: list[Tensor]) -> float:
     return float(row_errors(stand_ins[0] - weight, hessian).sum())
-
-
-@dataclass(frozen=True)
-class _Edge:
-    """What produces a group's input: its full name, module, and which of its outputs each input is (None: the same)."""
-
-    name: str
-    module: nn.Module
-    spread: Tensor | None
-
-
-def _absorbing(block: Block, group: LinearGroup, head_dim: int) -> _Edge | None:
-    """The edge over which `group` can be scaled; None where there is none."""
-    if group.source is None:
-        return None
-    module = block.module.get_submodule(group.source)
-    inputs = block.linears[group_layers(block, group)[0]].in_features
-    name = f"{block.name}.{group.source}"
-    if not isinstance(module, nn.Linear) or module.out_features == inputs:
-        return _Edge(name, module, None)
-    spread = repeated_channels(module.out_features, inputs, head_dim)
-    return None if spread is None else _Edge(name, module, spread.to(module.weight.device))
-
-
-def _fold(
-    edge: _Edge,
-    scale: Tensor,
-    linears: list[nn.Linear],
-    norm_offset: float,
-    dtype: torch.dtype,
-    changed: dict[str, Tensor],
-) -> None:
-    """Multiply `scale` into the linears' inputs and divide it out of their source."""
-    source = edge.module
-    if isinstance(source, nn.Linear):
-        source.weight.data = source.weight.data / scale[:, None]
-        if source.bias is not None:
-            stored = (source.bias.data / scale).to(dtype)
-            source.bias.data = stored.to(source.bias.dtype)
-            changed[f"{edge.name}.bias"] = stored
-    else:
-        weight = source.get_parameter("weight")
-        stored, scale = absorb_into_norm(weight.data, scale, norm_offset, dtype)
-        weight.data = stored.to(weight.dtype)
-        changed[f"{edge.name}.weight"] = stored
-    wide = scale if edge.spread is None else scale[edge.spread]
-    for linear in linears:
-        linear.weight.data = linear.weight.data * wide

@@ -16,8 +16,9 @@ from torch import Tensor
 from qtool._version import __version__
 from qtool.quant.algorithms.rounding import SearchSettings
 from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.algorithms.smoothquant import ALPHA, check_alpha
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
-from qtool.quant.blockwise import METHODS, BlockResult, LayerRecord, Method, Settings, quantize_block
+from qtool.quant.blockwise import BlockResult, LayerRecord, Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
@@ -25,6 +26,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
 from qtool.quant.hub import resolve_model
+from qtool.quant.method import parse_method
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.resume import BlockStore, restore, run_key
@@ -100,10 +102,11 @@ def prepare(
     *,
     scheme: QuantScheme | None = None,
     plan: QuantPlan | None = None,
-    method: Method = "gptq",
+    method: str = "gptq",
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     iters: int = DEFAULT_ITERS,
+    alpha: float = ALPHA,
     seed: int = 0,
 ) -> Job:
     """Decide how every layer is quantized; refuse what cannot be done. Reads no weights.
@@ -114,8 +117,8 @@ def prepare(
     """
     if read_quantization_config(checkpoint) is not None:
         raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
-    if method not in METHODS:
-        raise QtoolError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    stages = parse_method(method)
+    check_alpha(alpha)
     if grid is not None and grid not in GRID_SEARCHES:
         raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
     if iters < 1:
@@ -141,6 +144,10 @@ def prepare(
                 own.num_groups(shapes[name][1])
             except QtoolError as error:
                 raise QtoolError(f"the plan's layer {name}: {error}") from None
+    if stages.scale == "smoothquant" and not any(own.act_bits for own in plan.schemes()):
+        raise QtoolError(
+            "smoothquant makes room for 8-bit activations, and no layer has them: use --w-bit 8 --a-bit 8, or awq"
+        )
     if not plan.schemes():
         raise QtoolError("the plan leaves every layer in 16 bits: there is nothing to quantize")
     out_format = writer(format)
@@ -150,9 +157,10 @@ def prepare(
     config = checkpoint.config
     settings = Settings(
         method=method,
-        grid=grid or ("minmax" if method == "rtn" else "mse"),
+        grid=grid or ("mse" if stages.calibrated else "minmax"),
         scale_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float16,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
+        alpha=alpha,
         search=SearchSettings(iters=iters, seed=seed),
     )
     return Job(checkpoint, structure, shapes, ordered, settings, out_format, format, _summarize(notes))
@@ -272,6 +280,7 @@ def _record(
         "method": job.settings.method,
         "grid": job.settings.grid,
         "damping": job.settings.damping if job.settings.stages.compensate else None,
+        "alpha": job.settings.alpha if job.settings.stages.scale == "smoothquant" else None,
         "search": asdict(job.settings.search) if job.settings.stages.search else None,
         "format": job.format,
         "seed": seed,
@@ -309,11 +318,12 @@ def quantize(
     *,
     scheme: QuantScheme | None = None,
     plan: QuantPlan | None = None,
-    method: Method = "gptq",
+    method: str = "gptq",
     calibration: CalibrationSet | None = None,
     device: str = "auto",
     seed: int = 0,
     iters: int = DEFAULT_ITERS,
+    alpha: float = ALPHA,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     overwrite: bool = False,
@@ -328,12 +338,13 @@ def quantize(
             that were finished stay in the cache, and the same call goes on after them (quant/resume.py).
         scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
         plan: a scheme for each layer. One of the two.
-        method: rtn (needs no calibration), gptq, awq, rounding (GPTQ, then the rounding search), awq+gptq or
-            awq+rounding.
-        calibration: what the other methods are calibrated on; None: 32 × 512 tokens of the Python standard library.
+        method: stages joined by + (method.parse_method): awq or smoothquant, then rtn, gptq or rounding (GPTQ, then
+            the rounding search).
+        calibration: what all but rtn are calibrated on; None: 32 × 512 tokens of the Python standard library.
         device: auto, cpu, cuda or cuda:N.
         seed: of the default calibration set and of the rounding search; recorded.
         iters: steps of the rounding search for each block.
+        alpha: SmoothQuant's: 0 leaves weights as they are, 1 makes all activations alike.
         grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
         format: compressed-tensors, or gptq or awq for uniform plans.
         source: what qtool.json names as the model; None: `model` as given.
@@ -351,10 +362,18 @@ def quantize(
     check_apart(target, folder)
     with Checkpoint(folder) as checkpoint:
         job = prepare(
-            checkpoint, scheme=scheme, plan=plan, method=method, grid=grid, format=format, iters=iters, seed=seed
+            checkpoint,
+            scheme=scheme,
+            plan=plan,
+            method=method,
+            grid=grid,
+            format=format,
+            iters=iters,
+            alpha=alpha,
+            seed=seed,
         )
         check_space(target, artifact_bytes(job))
-        if method == "rtn":
+        if not job.settings.stages.calibrated:
             calibration = None
         elif calibration is None:
             calibration = calibration_set(

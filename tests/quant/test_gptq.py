@@ -12,7 +12,7 @@ from qtool.quant.algorithms.gptq import gptq
 from qtool.quant.algorithms.hessian import Hessian, diagonal_blocks, invert
 from qtool.quant.algorithms.rows import row_errors
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.blockwise import METHODS, Settings, round_weight
+from qtool.quant.blockwise import Settings, round_weight
 from qtool.quant.errors import QtoolError
 from qtool.quant.numerics import Grid, find_grid
 from qtool.quant.scheme import QuantScheme
@@ -104,7 +104,7 @@ def test_dead_inputs_are_rounded_to_nearest_and_disturb_nobody() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(["rtn", "gptq"]),
     name=st.sampled_from(["w4g8", "w4g8-asym", "w4", "w8"]),
     inputs=st.sampled_from(["plain", "few", "dead", "zero", "repeated", "outlier"]),
     exponent=st.integers(-12, 12),
@@ -129,7 +129,7 @@ def test_no_method_is_worse_than_plain_rounding_on_the_calibration_inputs(
     running.add(x)
     hessian = running.matrix()
     factor = invert(hessian) if method == "gptq" else None
-    chosen = Settings(method=method, grid="mse", scale_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    chosen = Settings(method=method, grid="mse", scale_dtype=torch.bfloat16)
     found = round_weight(weight, scheme, hessian, factor, chosen)
     found.weight.check("layer")
     values = found.weight.dequantize()

@@ -70,7 +70,7 @@ def test_transformers_reads_the_artifact_as_we_do(tiny_llama: Path, tmp_path: Pa
         tiny_llama,
         out,
         plan=mixed_plan(tiny_llama) if mixed else asymmetric_plan(tiny_llama),
-        method=method,  # type: ignore[arg-type]
+        method=method,
         calibration=CALIBRATION,
         grid="signed" if method == "rtn" else None,
     )
@@ -101,7 +101,7 @@ def test_calibrated_methods_come_closer_to_the_model_than_rounding(
             tmp_path / name,
             scheme=W4,
             method=name,
-            calibration=CALIBRATION,  # type: ignore[arg-type]
+            calibration=CALIBRATION,
         )
         model = float_model(tiny_llama, tmp_path / name)
         with torch.no_grad():
@@ -171,7 +171,7 @@ def test_bad_input_is_refused_and_leaves_nothing(
     with pytest.raises(QtoolError, match="not both"):
         quantize(tiny_llama, out)
     with pytest.raises(QtoolError, match="unknown method 'magic'"):
-        quantize(tiny_llama, out, scheme=W4, method="magic")  # type: ignore[arg-type]
+        quantize(tiny_llama, out, scheme=W4, method="magic")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(QtoolError, match="MB free, the artifact needs"):
         quantize(tiny_llama, out, scheme=W4, method="rtn")

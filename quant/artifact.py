@@ -11,12 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qtool.quant.checkpoint import INDEX
 from qtool.quant.errors import QtoolError
+from qtool.quant.shard import ShardWriter
 from qtool.quant.textfile import check_folder, read_json, write_text
 
 SHARD_BYTES = 1 << 30
@@ -77,8 +76,8 @@ def check_space(out: Path, need: int) -> None:
 class ArtifactWriter:
     """A context that writes a model folder; on leaving without an error it appears at `out`, else nothing is left.
 
-    Tensors are held until a shard is full (1 GiB), so memory stays bounded. The same tensors in the same order give the
-    same bytes. With `overwrite` an `out` that exists is replaced.
+    Tensors go to the disk as they come, into shards of 1 GiB. The same tensors in the same order give the same bytes.
+    With `overwrite` an `out` that exists is replaced.
 
     Raises:
         QtoolError: another run is writing `out` (on entering), `out` appeared meanwhile, or the disk is full.
@@ -91,8 +90,7 @@ class ArtifactWriter:
         self._old = self.out.with_name(f".{self.out.name}.old")
         self._lock = -1
         self._shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
+        self._open: ShardWriter | None = None
         self._shards: list[list[str]] = []
         self._total = 0
 
@@ -104,24 +102,27 @@ class ArtifactWriter:
         return self
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take in tensors by name; they are written when the shard is full."""
-        for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.element_size()
-            if self._pending and self._pending_bytes + size > self._shard_bytes:
-                self._flush()
-            self._pending[name] = tensor.detach().cpu().contiguous()
-            self._pending_bytes += size
-
-    def _flush(self) -> None:
-        path = self._folder / f"shard-{len(self._shards)}"
+        """Write tensors by name; a shard that one would overfill is ended before it."""
         try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise QtoolError(f"{self.out.parent}: the weights cannot be written ({error}); is the disk full?") from None
-        path.chmod(self._folder.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
-        self._shards.append(list(self._pending))
-        self._total += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+            for name, tensor in tensors.items():
+                size = tensor.numel() * tensor.element_size()
+                if self._open is not None and self._open.num_bytes + size > self._shard_bytes:
+                    self._end_shard()
+                if self._open is None:
+                    self._open = ShardWriter(self._folder / f"shard-{len(self._shards)}")
+                self._open.add(name, tensor)
+        except OSError as error:
+            raise self._disk_error(error) from None
+
+    def _end_shard(self) -> None:
+        if self._open is not None:
+            self._shards.append(self._open.finish())
+            self._total += self._open.num_bytes
+            self._open = None
+
+    def _disk_error(self, error: OSError) -> QtoolError:
+        reason = error.strerror or error
+        return QtoolError(f"{self.out.parent}: the weights cannot be written ({reason}); is the disk full?")
 
     def _name_shards(self) -> None:
         count = len(self._shards)
@@ -148,11 +149,15 @@ class ArtifactWriter:
     ) -> None:
         try:
             if kind is None:
-                if self._pending:
-                    self._flush()
+                try:
+                    self._end_shard()
+                except OSError as error:
+                    raise self._disk_error(error) from None
                 self._name_shards()
                 self._publish()
         finally:
+            if self._open is not None:
+                self._open.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
 

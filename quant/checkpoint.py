@@ -59,7 +59,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class Checkpoint:
-    """The tensors of a model folder by name, read on demand through memory maps.
+    """The tensors of a model folder by name, read on demand, each through a memory map of its own.
+
+    A tensor's map goes with the tensor, so that what was read and let go no longer counts as this process's memory.
 
     Args:
         folder: a Hugging Face model folder with safetensors weights (one file, or shards with an index).
@@ -72,7 +74,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self._stack = ExitStack()
-        self._home: dict[str, Any] = {}
+        self._home: dict[str, tuple[Path, Any]] = {}  # file, and the handle that answers for names and shapes
         self.files = _weight_files(self.folder)
         for path in self.files:
             try:
@@ -81,7 +83,7 @@ class Checkpoint:
                 self._stack.close()
                 raise QtoolError(f"{path}: truncated or damaged safetensors file ({error}); fetch it again") from None
             for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                self._home[name] = handle
+                self._home[name] = (path, handle)
 
     def __contains__(self, name: str) -> bool:
         return name in self._home
@@ -91,18 +93,19 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it. Raises QtoolError where there is none of that name."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return tuple(self._find(name)[1].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. Raises QtoolError where there is none of that name."""
-        tensor: Tensor = self._handle(name).get_tensor(name)
+        with safe_open(self._find(name)[0], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def num_bytes(self) -> int:
         """Bytes of the weight files on disk."""
         return sum(p.stat().st_size for p in self.files)
 
-    def _handle(self, name: str) -> Any:
+    def _find(self, name: str) -> tuple[Path, Any]:
         try:
             return self._home[name]
         except KeyError:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.corpus import stdlib_documents
 from qtool.quant.errors import QtoolError
 from qtool.quant.structure import structure_of
+
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a GPU needs more at a time, or it waits for Python
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,17 @@ class _Positions:
         return {**made, "attention_mask": mask}
 
 
+def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """What a walk over a model stored in `stored` multiplies in: the model's own 16 bits on a GPU that has them, else
+    float32 (None). On CPUs always the latter.
+    """
+    if device.type != "cuda" or stored not in (torch.bfloat16, torch.float16):
+        return None
+    if stored == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    return stored
+
+
 class Block:
     """One decoder block with real weights. What a consumer leaves in them is what the walk goes on with.
 
@@ -176,6 +190,8 @@ class Block:
         module: the decoder layer of transformers.
         linears: full name → module, of the block's groups in true-sequential order.
         inputs: [b, seq, hidden] each; the list changes when the walk goes on, its tensors do not.
+        compute: 16-bit dtype in which the linears and attention multiply (sums, norms and the hidden states stay in the
+            dtype of the weights); None: everything in the dtype of the weights.
     """
 
     def __init__(
@@ -186,20 +202,35 @@ class Block:
         linears: dict[str, nn.Linear],
         inputs: list[Tensor],
         positions: _Positions,
+        compute: torch.dtype | None = None,
     ) -> None:
         self.index, self.name, self.module, self.linears, self.inputs = index, name, module, linears, inputs
+        self.compute = compute
         self._positions = positions
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Within it, modules of the block multiply in `compute`."""
+        if self.compute is None:
+            return nullcontext()  # and not autocast(enabled=False), which would end a caller's own
+        device = next(self.module.parameters()).device.type
+        return torch.autocast(device, dtype=self.compute)
 
     def run(self, inputs: Tensor) -> Tensor:
         """Output [b, seq, hidden] of the block for `inputs` of that shape; follows the caller's grad mode."""
-        output: Tensor = self.module(inputs, **self._positions.arguments(self.index, inputs.shape[1]))
+        with self.precision():
+            output: Tensor = self.module(inputs, **self._positions.arguments(self.index, inputs.shape[1]))
         return output
+
+    def as_read(self, x: Tensor) -> Tensor:
+        """A linear's input [..., in_features] → [tokens, in_features] in the dtype in which the linear multiplies it."""
+        x = x.detach().reshape(-1, x.shape[-1])
+        return x if self.compute is None else x.to(self.compute)
 
     def capture(self, names: Iterable[str], on_input: Callable[[str, Tensor], None]) -> None:
         """Run all inputs; call `on_input(name, x)` with x [tokens, in_features] whenever a named linear is reached."""
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            return lambda module, args: on_input(name, args[0].detach().reshape(-1, args[0].shape[-1]))
+            return lambda module, args: on_input(name, self.as_read(args[0]))
 
         handles = [self.linears[name].register_forward_pre_hook(hook(name)) for name in names]
         try:
@@ -219,8 +250,9 @@ class BlockWalker:
     Args:
         checkpoint: a 16- or 32-bit model.
         samples: [num_sequences, seq_len] int64 tokens.
-        device, dtype: where and in what to compute.
-        batch_tokens: about how many tokens run at a time.
+        device, dtype: where, and in what to hold weights and hidden states.
+        compute: 16-bit dtype in which to multiply, see Block; None: in `dtype`.
+        batch_tokens: about how many tokens run at a time; None: what suits the device.
 
     Attributes:
         states: [b, seq, hidden] each: what comes out of the blocks walked so far.
@@ -236,20 +268,21 @@ class BlockWalker:
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        batch_tokens: int = 2048,
+        compute: torch.dtype | None = None,
+        batch_tokens: int | None = None,
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.structure = structure_of(checkpoint.config)
         if checkpoint.config.get("quantization_config"):
             raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, torch.device(device)
+        self.checkpoint, self.dtype, self.device, self.compute = checkpoint, dtype, torch.device(device), compute
         config = AutoConfig.from_pretrained(checkpoint.folder)
         with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         rotary = self._skeleton.get_submodule(self.structure.blocks.rpartition(".")[0] + ".rotary_emb")
         self._positions = _Positions(config, type(rotary)(config).to(self.device), self.device, dtype)
-        rows = max(1, batch_tokens // samples.shape[1])
+        rows = max(1, (batch_tokens or _BATCH_TOKENS[self.device.type]) // samples.shape[1])
         table = checkpoint.tensor(f"{self.structure.embed}.weight")
         self.states = [self._place(table[batch]) for batch in torch.split(samples, rows)]
         self._finished = 0
@@ -273,7 +306,7 @@ class BlockWalker:
         module = self._load(name)
         members = [member for group in self.structure.groups for member in group.members]
         linears = {f"{name}.{member}": module.get_submodule(member) for member in members}
-        return Block(index, name, module, linears, inputs, self._positions)  # type: ignore[arg-type]
+        return Block(index, name, module, linears, inputs, self._positions, self.compute)  # type: ignore[arg-type]
 
     def head(self) -> nn.Module:
         """Final norm and output projection: hidden states [..., hidden] → logits [..., vocab]."""
@@ -295,7 +328,7 @@ class BlockWalker:
                 yield head(states)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device).to(self.dtype)  # in two steps: widened on the device, not before the copy
 
     def _load(self, name: str) -> nn.Module:
         """A copy of the skeleton's module `name` with the checkpoint's weights."""

@@ -13,6 +13,7 @@ from qtool.cli.common import Device, Json, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
     Dtype,
+    KVCacheDtype,
     KVCacheMemory,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -73,6 +74,7 @@ def command(
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KVCacheMemory = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
     quiet: Quiet = False,
     json_result: Json = False,
@@ -92,6 +94,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
     )
     from qtool.runtime.bench import mixed_workload, read_trace

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qtool.cli.common import Device, Model, Quiet, Reporter
+from qtool.cli.engine_options import KVCacheDtype, check_kv_cache_dtype
 from qtool.quant.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def command(
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling, in (0, 1].")] = 0.9,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers repeatable.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -31,10 +33,13 @@ def command(
     from qtool.runtime.engine.params import SamplingParams
     from qtool.runtime.llm_engine import LLMEngine
 
+    check_kv_cache_dtype(kv_cache_dtype)
     reporter = Reporter(quiet=quiet)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with reporter.progress() as progress:
-        engine = LLMEngine(model, dtype=dtype, device=device, max_num_seqs=1, progress=progress)
+        engine = LLMEngine(
+            model, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, max_num_seqs=1, progress=progress
+        )
     if not getattr(engine.tokenizer, "chat_template", None):
         raise QtoolError(f"{model}: its tokenizer has no chat template, so it is not a chat model")
     reporter.say("Ctrl-C ends an answer, Ctrl-D the chat.")

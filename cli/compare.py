@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qtool.cli.common import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, Device, Json, Quiet, Reporter
+from qtool.cli.engine_options import check_kv_cache_dtype
 
 if TYPE_CHECKING:
     from qtool.evalsets.compare import Comparison
@@ -42,6 +43,9 @@ def command(
     max_drop: Annotated[float, typer.Option(help="Gate: drop of accuracy, points.")] = 2.0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and compare.json.")] = Path("compare-report"),
     dtype: Annotated[str, typer.Option(help="Activations: auto (as served), float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="KV cache of QUANT (BASE's stays as it is): auto, int8 or float.")
+    ] = "auto",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of the bootstrap and of lm-eval.")] = 0,
     quiet: Quiet = False,
@@ -57,6 +61,7 @@ def command(
     from qtool.evalsets.report import write_report
     from qtool.quant.textfile import check_folder
 
+    check_kv_cache_dtype(kv_cache_dtype)
     check_folder(out)
     sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
@@ -73,6 +78,7 @@ def command(
             lm_eval_limit=lm_eval_limit,
             thresholds=Thresholds(max_kl, max_ppl_increase / 100, max_drop / 100),
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             seed=seed,
             progress=progress,

@@ -22,6 +22,13 @@ KVCacheMemory = Annotated[
     str | None,
     typer.Option("--kv-cache-memory", metavar="SIZE", help="Memory for the KV cache, such as 512MiB or 4GiB."),
 ]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="int8 halves the KV cache; float never quantizes it; auto does as the model's artifact says.",
+    ),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -40,6 +47,12 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
+    """Raise QtoolError, naming the option, for a value that is none."""
+    if kv_cache_dtype not in ("auto", "int8", "float"):
+        raise QtoolError(f"--kv-cache-dtype must be auto, int8 or float, got {kv_cache_dtype!r}")
+
+
 def engine_args(
     *,
     dtype: str,
@@ -48,6 +61,7 @@ def engine_args(
     max_num_batched_tokens: int,
     max_model_len: int | None,
     kv_cache_memory: str | None,
+    kv_cache_dtype: str,
     block_size: int,
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
@@ -66,6 +80,7 @@ def engine_args(
             raise QtoolError(f"{option} must be at least 1, got {value}")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise QtoolError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    check_kv_cache_dtype(kv_cache_dtype)
     return {
         "dtype": dtype,
         "device": device,
@@ -73,5 +88,6 @@ def engine_args(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
         "block_size": block_size,
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

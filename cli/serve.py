@@ -12,6 +12,7 @@ from qtool.cli.common import Device, Model, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
     Dtype,
+    KVCacheDtype,
     KVCacheMemory,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -38,6 +39,7 @@ def command(
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KVCacheMemory = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
     drain_s: Annotated[
         float, typer.Option("--drain-s", help="At Ctrl-C or SIGTERM, seconds for running requests to finish.")
@@ -61,6 +63,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
     )
     from qtool.runtime.server.launch import bind, run, url_of

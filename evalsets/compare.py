@@ -152,6 +152,7 @@ def compare(
     lm_eval_limit: int | None = None,
     thresholds: Thresholds | None = None,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str = "auto",
     seed: int = 0,
     progress: ProgressFn = silent,
@@ -167,6 +168,7 @@ def compare(
         lm_eval_tasks: lm-eval's own tasks by name; `lm_eval_limit` items of each (None: all).
         thresholds: the gate's; None: the defaults.
         dtype, device: for the runtime; logits are compared in float32 whatever they are.
+        kv_cache_dtype: auto, int8 or float for the candidate's KV cache; the base's is as its checkpoint says.
         seed: of the bootstrap and of lm-eval.
         serve: how a folder becomes a served model; None: `qtool.runtime.llm.LLM`.
 
@@ -182,12 +184,13 @@ def compare(
     tokenizer, tokenizer_hash = _shared_tokenizer(*folders)
     text = text_windows(tokenizer, data, windows=windows, context=context)
     manager = named_tasks(lm_eval_tasks)
-    served = serve or _runtime(dtype, device, seed)
+    serve_base = serve or _runtime(dtype, device, seed)
+    serve_candidate = serve or _runtime(dtype, device, seed, kv_cache_dtype)
     run = _Run(text, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed, progress)
 
     with LogitSpool() as spool:
-        base_tasks, noise, base_speed = run.measure_base(served, folders[0], spool)
-        compared, candidate_tasks, candidate_speed = run.measure_candidate(served, folders[1], spool)
+        base_tasks, noise, base_speed = run.measure_base(serve_base, folders[0], spool)
+        compared, candidate_tasks, candidate_speed = run.measure_candidate(serve_candidate, folders[1], spool)
 
     metrics = [
         divergence_metric(compared.window_means("kl"), limits, seed=seed),
@@ -224,6 +227,7 @@ def compare(
             "alpha": st.ALPHA,
             "resamples": st.RESAMPLES,
             "dtype": dtype,
+            "kv_cache_dtype": kv_cache_dtype,
             "device": device,
             "seed": seed,
         },
@@ -233,11 +237,11 @@ def compare(
     )
 
 
-def _runtime(dtype: str, device: str, seed: int) -> Serve:
+def _runtime(dtype: str, device: str, seed: int, kv_cache_dtype: str = "auto") -> Serve:
     def serve(folder: Path) -> Served:
         from qtool.runtime.llm import LLM
 
-        llm: Served = LLM(folder, dtype=dtype, device=device, seed=seed)
+        llm: Served = LLM(folder, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, seed=seed)
         return llm
 
     return serve

@@ -97,6 +97,21 @@ class QuantScheme:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class KVCacheScheme:
+    """How a checkpoint says that keys and values are to be cached.
+
+    Attributes:
+        name: type and bits: `int8`, `float8`.
+        scales: one static scale for each tensor of a layer, or for each of its heads (`attn_head`).
+        supported: static symmetric int8, which the runtime serves with the checkpoint's own scales.
+    """
+
+    name: str
+    scales: str = "tensor"
+    supported: bool = True
+
+
 FLOAT = "fp16"  # the name under which plans and tables list a layer that keeps its 16 bits
 
 

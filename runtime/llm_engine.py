@@ -28,7 +28,7 @@ from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, Reques
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
-from qtool.runtime.loader import load_model
+from qtool.runtime.loader import check_kv_cache_dtype, load_model
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder
 
@@ -58,6 +58,7 @@ class LLMEngine:
         model: folder, hub id or built-in name.
         dtype: auto, float32, bfloat16 or float16; of activations and KV cache (see loader.resolve_dtype).
         device: auto, cpu, cuda or cuda:N.
+        kv_cache_dtype: auto, int8 or float (see loader.resolve_kv_cache).
         block_size: tokens per KV block, 8 to 64.
         kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need, at most a
             quarter of the available memory and the larger of 1 GiB and two requests of full length on a CPU, at
@@ -79,6 +80,7 @@ class LLMEngine:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        kv_cache_dtype: str = "auto",
         block_size: int = 16,
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
@@ -94,6 +96,7 @@ class LLMEngine:
         if max_model_len is not None and max_model_len < 2:
             raise QtoolError(f"max_model_len must be at least 2, got {max_model_len}")
         SchedulerConfig(max_num_seqs, max_num_batched_tokens)  # refused before the model is loaded
+        check_kv_cache_dtype(kv_cache_dtype)
         where = resolve_device(device)
         folder = resolve_model(model, progress=progress)
         self.model_name = str(model)
@@ -103,7 +106,14 @@ class LLMEngine:
             raise QtoolError(f"max_model_len {max_model_len} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
         self._eos = eos_token_ids(folder, self.config)
-        decoder = load_model(folder, device=where, dtype=dtype, max_model_len=max_model_len, progress=progress)
+        decoder = load_model(
+            folder,
+            device=where,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            progress=progress,
+        )
         wanted = max_model_len or trained
         blocks = _num_blocks(decoder, block_size, kv_cache_memory, wanted, max_num_seqs)
         if blocks * block_size < wanted:
@@ -115,6 +125,9 @@ class LLMEngine:
                 )
             log.info("max_model_len is %d instead of %d: the KV cache holds no more", blocks * block_size, wanted)
             wanted = blocks * block_size
+        if decoder.kv_mode != "float":
+            scales = "a scale for each token and head" if decoder.kv_mode == "int8" else "the checkpoint's own scales"
+            log.info("KV cache in int8 with %s: room for %d tokens", scales, blocks * block_size)
         self.max_model_len = wanted
         self.device = where
         self.dtype = decoder.dtype

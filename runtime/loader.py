@@ -13,15 +13,19 @@ from torch.nn import functional
 
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
-from qtool.quant.formats import QuantReader, open_reader
+from qtool.quant.formats import QuantReader, open_reader, read_kv_cache_scheme
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.kv_cache import KVMode
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
 from qtool.runtime.models.rope import rotation_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+KV_SCALES = tuple(f".self_attn.{part}_scale" for part in "qkv")
+KV_DTYPES = ("auto", "int8", "float")
 
 DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
 
@@ -48,6 +52,34 @@ def resolve_dtype(dtype: str, stored: str | None, device: torch.device, *, quant
     if own == torch.float32:
         return own
     return torch.bfloat16 if _bfloat16_is_fast() else torch.float32
+
+
+def resolve_kv_cache(dtype: str, checkpoint: Checkpoint) -> KVMode:
+    """How keys and values are cached. auto: as the checkpoint says, with its scales; else in the activations' dtype.
+
+    int8 makes a scale for each token and head, whatever the checkpoint says; float never quantizes.
+
+    Raises:
+        QtoolError: an unknown dtype; auto with a scheme that cannot be served as the checkpoint means it.
+    """
+    check_kv_cache_dtype(dtype)
+    if dtype != "auto":
+        return "int8" if dtype == "int8" else "float"
+    scheme = read_kv_cache_scheme(checkpoint)
+    if scheme is None:
+        return "float"
+    if not scheme.supported:
+        raise QtoolError(
+            f"{checkpoint.folder}: its kv_cache_scheme ({scheme.name}, {scheme.scales}) is not supported; set "
+            "kv_cache_dtype to int8 (a scale for each token and head) or float (not quantized)"
+        )
+    return "int8-static"
+
+
+def check_kv_cache_dtype(dtype: str) -> None:
+    """Raise QtoolError unless `dtype` is one of KV_DTYPES."""
+    if dtype not in KV_DTYPES:
+        raise QtoolError(f"kv_cache_dtype {dtype!r} is not supported: use {', '.join(KV_DTYPES)}")
 
 
 def _bfloat16_is_fast() -> bool:
@@ -127,8 +159,23 @@ class _Source:
             return DenseLinear(linear.weight.clone(), linear.bias)
         return linear
 
+    def kv_scales(self, attention: str, kv_heads: int) -> Tensor:
+        """The static scales of an attention's keys and values, [2 * kv_heads] float32: one each, or one a head."""
+        scales = []
+        for name in (f"{attention}.k_scale", f"{attention}.v_scale"):
+            if name not in self.checkpoint:
+                raise QtoolError(f"{self.checkpoint.folder}: tensor {name!r} is missing from the checkpoint")
+            stored = self.checkpoint.tensor(name).float().flatten()
+            if len(stored) not in (1, kv_heads) or not bool((stored.isfinite() & (stored > 0)).all()):
+                raise QtoolError(
+                    f"{self.checkpoint.folder}: tensor {name!r} must hold a scale above 0, or one for each of the "
+                    f"{kv_heads} key-value heads, got {stored.tolist()[:8]}"
+                )
+            scales.append(stored.expand(kv_heads))
+        return torch.cat(scales).to(self.device)
 
-def _layer(source: _Source, name: str, index: int, config: DecoderConfig) -> DecoderLayer:
+
+def _layer(source: _Source, name: str, index: int, config: DecoderConfig, kv_mode: KVMode) -> DecoderLayer:
     """Block `name`, read in the order in which a checkpoint lists it."""
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
@@ -144,6 +191,7 @@ def _layer(source: _Source, name: str, index: int, config: DecoderConfig) -> Dec
         gate_up=source.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, bias=config.mlp_bias),
         down=source.linear([f"{mlp}.down_proj"], [hidden], inner, bias=config.mlp_bias),
         window=config.windows[index],
+        kv_scales=source.kv_scales(attention, config.num_kv_heads) if kv_mode == "int8-static" else None,
     )
 
 
@@ -152,6 +200,7 @@ def load_model(
     *,
     device: torch.device,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
     progress: ProgressFn = silent,
 ) -> Decoder:
@@ -172,13 +221,14 @@ def load_model(
                 f"{checkpoint.folder}: the quantization_config of config.json is damaged ({_first_line(error)})"
             ) from None
         stored = raw.get("dtype") or raw.get("torch_dtype")
+        kv_mode = resolve_kv_cache(kv_cache_dtype, checkpoint)
         kind = resolve_dtype(dtype, stored, device, quantized=reader is not None)
         source = _Source(checkpoint, reader, device, kind)
         hidden = config.hidden_size
         embed = source.take("model.embed_tokens.weight", (config.vocab_size, hidden))
         layers = []
         for i in range(config.num_layers):
-            layers.append(_layer(source, f"model.layers.{i}", i, config))
+            layers.append(_layer(source, f"model.layers.{i}", i, config, kv_mode))
             progress("loading", i + 1, config.num_layers)
         norm = source.take("model.norm.weight", (hidden,))
         if config.tied_head:
@@ -186,6 +236,8 @@ def load_model(
             source.left.discard("lm_head.weight")
         else:
             head = source.linear(["lm_head"], [config.vocab_size], hidden, bias=False)
+        if read_kv_cache_scheme(checkpoint) is not None:  # taken above, or not wanted
+            source.left = {n for n in source.left if not n.endswith(KV_SCALES)}
         if left := sorted(n for n in source.left if not n.endswith("rotary_emb.inv_freq")):
             raise QtoolError(
                 f"{checkpoint.folder}: {len(left)} tensors of the checkpoint belong to no layer of a "
@@ -198,4 +250,4 @@ def load_model(
             raise QtoolError(
                 f"{checkpoint.folder}: no memory for the rotary positions of {length} tokens: set max_model_len to less"
             ) from None
-        return Decoder(config, embed, tuple(layers), norm, head, cos[:, None], sin[:, None])
+        return Decoder(config, embed, tuple(layers), norm, head, cos[:, None], sin[:, None], kv_mode)

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats import awq, compressed_tensors, gptq
-from qtool.quant.scheme import QuantPlan, QuantScheme
+from qtool.quant.scheme import KVCacheScheme, QuantPlan, QuantScheme
 from qtool.quant.textfile import read_json
 from qtool.quant.weight import QuantizedWeight
 
@@ -68,6 +68,18 @@ def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if config is not None and not isinstance(config, dict):
         raise QtoolError(f"{checkpoint.folder}: quantization_config of config.json is no JSON object")
     return config
+
+
+def read_kv_cache_scheme(checkpoint: Checkpoint) -> KVCacheScheme | None:
+    """How the checkpoint wants keys and values cached; None: it says nothing of it.
+
+    Raises:
+        QtoolError: its kv_cache_scheme is damaged.
+    """
+    config = read_quantization_config(checkpoint)
+    if config is None or config.get("quant_method") != compressed_tensors.NAME:
+        return None
+    return compressed_tensors.kv_cache_scheme(config, f"{checkpoint.folder}: quantization_config.kv_cache_scheme")
 
 
 def open_reader(checkpoint: Checkpoint) -> QuantReader | None:

@@ -18,10 +18,11 @@ from torch import Tensor
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats.packing import pack, unpack
-from qtool.quant.scheme import PER_CHANNEL, QuantPlan, QuantScheme
+from qtool.quant.scheme import PER_CHANNEL, KVCacheScheme, QuantPlan, QuantScheme
 from qtool.quant.weight import QuantizedWeight
 
 NAME = "compressed-tensors"
+KV_STRATEGIES = ("tensor", "attn_head")
 PACKED, INT8 = "pack-quantized", "int-quantized"
 _INDEXED = re.compile(r"(.+?)\.(\d+)\.(.+)$")
 
@@ -82,6 +83,19 @@ def _scheme_from(group: Mapping[str, Any], where: str) -> QuantScheme:
         symmetric=bool(weights.get("symmetric", True)),
         act_bits=act_bits,
     )
+
+
+def kv_cache_scheme(config: Mapping[str, Any], where: str) -> KVCacheScheme | None:
+    """The `kv_cache_scheme` of a quantization_config; None: there is none. Raises QtoolError where it is no scheme."""
+    section = config.get("kv_cache_scheme")
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        raise QtoolError(f"{where} must be an object or null")
+    bits, kind = _number(section, "num_bits", where), section.get("type", "int")
+    strategy = section.get("strategy") or "tensor"
+    plain = section.get("symmetric", True) and not section.get("dynamic") and strategy in KV_STRATEGIES
+    return KVCacheScheme(f"{kind}{bits}", str(strategy), supported=bool(plain and (bits, kind) == (8, "int")))
 
 
 @dataclass(frozen=True)

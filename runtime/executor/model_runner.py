@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import ScheduledRequest, StepResult
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.attention import plan_attention
+from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
 from qtool.runtime.models.decoder import Decoder
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
@@ -23,17 +23,8 @@ NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or to
 def kv_block_bytes(model: Decoder, block_size: int) -> int:
     """Bytes of one KV block over all layers."""
     config = model.config
-    return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: masked slots are multiplied by zero, and NaN times zero is NaN.
-
-    On a CPU they come from numpy, whose zeros take no memory until they are written.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    token = kv_bytes_per_token(2 * config.num_kv_heads, config.head_dim, model.dtype, model.kv_mode)
+    return config.num_layers * block_size * token
 
 
 class ModelRunner:
@@ -44,8 +35,19 @@ class ModelRunner:
         self.block_size = block_size
         self.device = model.embed.device
         config = model.config
-        shape = (num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
-        self.caches = [_zeros(shape, model.dtype, self.device) for _ in range(config.num_layers)]
+        self.caches = [
+            make_kv_cache(
+                num_blocks,
+                block_size,
+                2 * config.num_kv_heads,
+                config.head_dim,
+                dtype=model.dtype,
+                mode=model.kv_mode,
+                device=self.device,
+                static_scales=layer.kv_scales,
+            )
+            for layer in model.layers
+        ]
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
@@ -66,7 +68,8 @@ class ModelRunner:
         broken = ~hidden.abs().amax(dim=-1).isfinite()  # [num_tokens]
         failed = broken.tolist()
         if any(failed):
-            self._erase(plan.slot_mapping[broken])
+            for cache in self.caches:
+                cache.erase(plan.slot_mapping[broken])
         results: list[StepResult] = [StepResult()] * len(batch)
         first_rows: list[int] = []
         row = 0
@@ -82,11 +85,6 @@ class ModelRunner:
             else:
                 results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
         return results
-
-    def _erase(self, slots: Tensor) -> None:
-        """Zero what was just written to `slots`: masked NaN would spoil whoever gets the block next."""
-        for cache in self.caches:
-            cache.view(-1, *cache.shape[2:])[slots] = 0
 
     def _sample(
         self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]

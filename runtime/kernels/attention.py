@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, in torch, on any device.
 
-One cache per layer: [num_blocks, block_size, 2 * num_kv_heads, head_dim], the keys first, then the values. A step's
-tokens are laid out flat: first the rows that compute one token each (decodes), sorted by context length and cut into
-groups of similar length, then the longer chunks (prefills), one after another.
+One cache per layer (kv_cache.py). A step's tokens are laid out flat: first the rows that compute one token each
+(decodes), sorted by context length and cut into groups of similar length, then the longer chunks (prefills), one after
+another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from qtool.runtime.kernels.kv_cache import KVCache
 
 # A group's padding may cost this many tokens of attention before a second call is cheaper.
 MAX_PADDING = 512
@@ -139,26 +141,14 @@ def plan_attention(
     )
 
 
-def write_cache(cache: Tensor, kv: Tensor, batch: AttentionBatch) -> None:
-    """Put the step's keys and values [num_tokens, 2 * num_kv_heads, head_dim] into the cache."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slot_mapping, kv)
-
-
-def _gather(cache: Tensor, block_ids: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, num_kv_heads, length, head_dim] of whole blocks, cut to `length`."""
-    kv = cache.index_select(0, block_ids).view(rows, -1, *cache.shape[2:])[:, :length].transpose(1, 2)
-    heads = kv.shape[1] // 2
-    return kv[:, :heads], kv[:, heads:]
-
-
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, batch: AttentionBatch, *, scale: float, window: int | None
+    q: Tensor, kv: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention of a step's queries over their sequences.
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        kv: [num_tokens, 2 * num_kv_heads, head_dim], already written to `cache`.
+        kv: [num_tokens, 2 * num_kv_heads, head_dim] as KVCache.write gave them back: already in `cache`.
         window: a token sees itself and the window - 1 tokens before it; None: all.
 
     Returns:
@@ -169,7 +159,7 @@ def paged_attention(
     out = torch.empty_like(q)
     for group in batch.decodes:
         rows = group.rows.stop - group.rows.start
-        keys, values = _gather(cache, group.block_ids, rows, group.length)
+        keys, values = cache.gather(group.block_ids, rows, group.length, q.dtype)
         # The query heads of one KV head see the same keys: they stand in for the query positions.
         query = q[group.rows].view(rows, kv_heads, heads // kv_heads, dim)
         found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
@@ -180,7 +170,7 @@ def paged_attention(
             mine = kv[prefill.rows].transpose(0, 1)[None]
             keys, values = mine[:, :kv_heads], mine[:, kv_heads:]
         else:
-            keys, values = _gather(cache, prefill.block_ids, 1, prefill.length)
+            keys, values = cache.gather(prefill.block_ids, 1, prefill.length, q.dtype)
         mask = prefill.masks[window]
         gqa = heads != kv_heads
         if mask is None:

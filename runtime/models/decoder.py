@@ -3,13 +3,15 @@ grouped-query attention over the paged cache, gated MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtool.runtime.kernels.attention import AttentionBatch, paged_attention, write_cache
+from qtool.runtime.kernels.attention import AttentionBatch, paged_attention
+from qtool.runtime.kernels.kv_cache import KVCache, KVMode
 from qtool.runtime.models.layers import LinearFn, rms_norm
 
 
@@ -51,6 +53,7 @@ class DecoderLayer:
     gate_up: LinearFn
     down: LinearFn
     window: int | None
+    kv_scales: Tensor | None = None  # [2 * num_kv_heads] float32, of the keys and then the values: `int8-static`
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Decoder:
 
     Attributes:
         cos, sin: rotation tables [max_model_len, 1, head_dim], see rope.rotation_table.
+        kv_mode: how its keys and values are to be cached.
     """
 
     config: DecoderConfig
@@ -68,8 +72,9 @@ class Decoder:
     head: LinearFn
     cos: Tensor
     sin: Tensor
+    kv_mode: KVMode = "float"
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, caches: list[Tensor]) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, caches: Sequence[KVCache]) -> Tensor:
         """[num_tokens] int64 → hidden states [num_tokens, hidden_size]; keys and values go into `caches`."""
         config = self.config
         eps = config.rms_norm_eps
@@ -84,7 +89,7 @@ class Decoder:
         return hidden
 
     def _attention(
-        self, layer: DecoderLayer, qkv: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: Tensor
+        self, layer: DecoderLayer, qkv: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: KVCache
     ) -> Tensor:
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -95,8 +100,7 @@ class Decoder:
             turned[:, heads:] = rms_norm(turned[:, heads:], layer.k_norm, config.rms_norm_eps)
         other = turned.roll(dim // 2, dims=-1)
         turned.mul_(cos).addcmul_(other, sin)
-        kv = qkv[:, heads:]
-        write_cache(cache, kv, batch)
+        kv = cache.write(qkv[:, heads:], batch.slot_mapping)
         return paged_attention(qkv[:, :heads], kv, cache, batch, scale=dim**-0.5, window=layer.window)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def test_seeded_samples_are_those_of_the_cpu(tiny_model: Any) -> None:
 
 def test_sixteen_bit_runs_in_its_own_dtype(tiny_model: Any) -> None:
     llm = LLM(tiny_model(), device="cuda", dtype="bfloat16")
-    assert all(c.dtype == torch.bfloat16 and c.device.type == "cuda" for c in llm.engine.runner.caches)
+    assert all(c.values.dtype == torch.bfloat16 and c.values.device.type == "cuda" for c in llm.engine.runner.caches)
     exact = LLM(tiny_model(), device="cpu", dtype="float32")
     for got, want in zip(llm.prompt_logits(PROMPTS), exact.prompt_logits(PROMPTS), strict=True):
         assert torch.nn.functional.cosine_similarity(got.cpu(), want, dim=-1).min() > 0.99

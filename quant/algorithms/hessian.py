@@ -12,7 +12,9 @@ from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 
-_TILE = 512  # columns of the Hessian updated at once: the lower triangle is mirrored, not computed
+# columns of the Hessian updated at once: the lower triangle is mirrored, not computed
+_TILE = {"cpu": 512, "cuda": 2048}
+_LEAF = 512  # triangles up to this size are inverted by substitution
 _MAX_DAMPING = 1.0
 
 
@@ -24,22 +26,35 @@ class Hessian:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Take in `x` [tokens, K]."""
-        x = x.reshape(-1, x.shape[-1]).to(self._upper)
+        """Take in `x` [tokens, K]. On a GPU 16-bit inputs are multiplied as they are: their products are exact in
+        float32, in which they are summed.
+        """
+        x = x.reshape(-1, x.shape[-1])
         total = self.tokens + len(x)
         if total == 0:
             return
-        cols = x.shape[1]
-        for start in range(0, cols, _TILE):
-            stop = min(start + _TILE, cols)
-            tile = self._upper[start:stop, start:]
-            tile.mul_(self.tokens / total).addmm_(x[:, start:stop].T, x[:, start:], alpha=2.0 / total)
+        narrow = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+        if not narrow:
+            x = x.to(self._upper)
+        cols, step = x.shape[1], _TILE[x.device.type]
+        for start in range(0, cols, step):
+            rows, rest = x[:, start : start + step].T, x[:, start:]
+            tile = self._upper[start : start + step, start:].mul_(self.tokens / total)
+            if narrow:
+                tile.add_(torch.mm(rows, rest, out_dtype=torch.float32), alpha=2.0 / total)
+            else:
+                tile.addmm_(rows, rest, alpha=2.0 / total)
         self.tokens = total
 
     def matrix(self) -> Tensor:
-        """The symmetric [K, K] matrix so far."""
-        upper = self._upper.triu()
-        return upper + upper.triu(1).T
+        """The symmetric [K, K] matrix so far: this object's own memory, so that large ones are there once."""
+        cols, step = len(self._upper), _TILE[self._upper.device.type]
+        for start in range(0, cols, step):
+            stop = min(start + step, cols)
+            tile = self._upper[start:stop, start:stop]
+            tile.copy_(tile.triu() + tile.triu(1).T)
+            self._upper[stop:, start:stop] = self._upper[start:stop, stop:].T
+        return self._upper
 
 
 @dataclass(frozen=True)
@@ -78,20 +93,37 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
         else (torch.arange(len(diagonal), device=hessian.device))
     )
     mean = diagonal[~dead].double().mean().item() if not bool(dead.all()) else 1.0
-    # scaled by its own mean, the matrix can be neither tiny nor huge; GPTQ's steps do not depend on the scale of H
-    scaled = (hessian / mean)[order][:, order]
-    scaled.diagonal()[dead[order]] = 1.0
+    # With rows and columns in reverse, H = LLᵀ gives U = L⁻¹ reversed: one factorization, and H⁻¹ is never formed.
+    # Scaled by its own mean, the matrix can be neither tiny nor huge; GPTQ's steps do not depend on the scale of H.
+    # A wide layer's matrix is larger than the layer: beside `hessian` there are never more than two of its size.
+    reverse = order.flip(0)
     used = damping
     while used <= _MAX_DAMPING:
-        damped = scaled.clone()
-        damped.diagonal().add_(used)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        scaled = hessian[reverse[:, None], reverse].div_(mean)
+        scaled.diagonal()[dead[reverse]] = 1.0
+        scaled.diagonal().add_(used)
+        lower, failed = torch.linalg.cholesky_ex(scaled)
+        del scaled
         if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed) and bool(torch.isfinite(upper).all()):
+            _invert_lower(lower)
+            upper = lower.flip(0, 1)
+            if bool(torch.isfinite(upper).all()):
                 return InverseFactor(upper, order, dead, used)
         used = max(used, 1e-4) * 10
     raise QtoolError(f"{layer}: the Hessian stays singular at a damping of {_MAX_DAMPING}: use more calibration data")
+
+
+def _invert_lower(lower: Tensor) -> None:
+    """Invert a lower triangular matrix [K, K] in place, by halves: most of the work is in matrix products."""
+    if len(lower) <= _LEAF:
+        identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
+    half = len(lower) // 2
+    first, second, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    _invert_lower(first)
+    _invert_lower(second)
+    below.copy_(second @ (below @ first)).neg_()
 
 
 def diagonal_blocks(hessian: Tensor, size: int) -> Tensor:

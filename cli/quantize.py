@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from qtool.cli.common import Device, Json, Model, Quiet, Reporter
+from qtool.cli.originals import quantize_by_original
 
 if TYPE_CHECKING:
     from qtool.quant.formats import FormatName
@@ -51,6 +52,7 @@ def summary_rows(report: QuantizeReport) -> list[list[str]]:
 
 
 def command(
+    context: typer.Context,
     model: Model,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to make; default ./MODEL-SCHEME-METHOD.")
@@ -95,6 +97,10 @@ def command(
     num_sequences: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each sequence.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Other than 0: shuffle the calibration documents.")] = 0,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", help="qtool, or an original package: autoawq (qtool[autoawq]) or auto-gptq."),
+    ] = "qtool",
     device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
     quiet: Quiet = False,
@@ -118,6 +124,23 @@ def command(
     if group not in (*SUPPORTED_GROUPS, PER_CHANNEL):
         # checkpoints with other groups are read; ours are to open in every server
         raise QtoolError(f"--group {group}: use 128, 64, 32, or -1 (one scale per output channel)")
+    if backend != "qtool":
+        quantize_by_original(
+            context,
+            backend,
+            model,
+            out,
+            bits=bits,
+            group=group,
+            symmetric=symmetric,
+            data=data,
+            num_sequences=num_sequences,
+            seq_len=seq_len,
+            seed=seed,
+            force=force,
+            reporter=reporter,
+        )
+        return
     scheme = QuantScheme(bits, group, symmetric, act_bits)
     plan_file = None if plan is None else read_plan(plan)
     layer_plan = None if plan_file is None else plan_file.plan

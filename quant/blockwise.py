@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from qtool.quant.calibration import Block
 from qtool.quant.channel_scales import scale_channels
 from qtool.quant.folding import ScaledBlock, group_layers
 from qtool.quant.method import Stages, parse_method
-from qtool.quant.numerics import GridSearch, check_finite, find_grid, quantize
+from qtool.quant.numerics import GridSearch, check_finite, clipped_share, find_grid, quantize, weight_error
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.smoothing import smooth_channels
 from qtool.quant.structure import LinearGroup, ModelStructure
@@ -69,6 +69,8 @@ class LayerRecord:
         damping: what GPTQ's Hessian needed; None for the other methods.
         dead_inputs: inputs that calibration never excited.
         rtn_rows: rows that kept plain rounding because it was better there.
+        clipped: share of weights that lie beyond the grid's ends.
+        fallback: `rtn` where no calibration token reached the layer, which was then rounded to nearest on the minmax grid.
         awq_ratio: exponent of the chosen channel scales; None: no scaling.
         changed_codes: share of codes that the rounding search changed; None: there was none.
         block_loss_ratio: the search's objective, the error of the whole block, after it over before it.
@@ -82,6 +84,8 @@ class LayerRecord:
     damping: float | None = None
     dead_inputs: int = 0
     rtn_rows: int = 0
+    clipped: float = 0.0
+    fallback: Literal["rtn"] | None = None
     awq_ratio: float | None = None
     changed_codes: float | None = None
     block_loss_ratio: float | None = None
@@ -106,7 +110,7 @@ def capture_inputs(block: Block, layer: str, on_input: Callable[[Tensor], None])
     """Run the block's inputs up to `layer`; call `on_input` with its input [tokens, in_features] for each batch."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        on_input(args[0].reshape(-1, args[0].shape[-1]))
+        on_input(block.as_read(args[0]))
         raise _ReachedError
 
     handle = block.linears[layer].register_forward_pre_hook(hook)
@@ -184,7 +188,8 @@ def round_group(
 ) -> Tensor | None:
     """Quantize the layers of `group` on inputs captured now, and leave the dequantized weights in the block.
 
-    Returns the Hessian [in_features, in_features] of those inputs; None where the whole group keeps its 16 bits.
+    Returns the Hessian [in_features, in_features] of those inputs; None where the whole group keeps its 16 bits, or
+    where no token reaches it and it is rounded to nearest.
 
     Raises:
         QtoolError: NaN or infinite activations, a Hessian that no damping makes regular; names the layer.
@@ -195,6 +200,11 @@ def round_group(
     started = time.perf_counter()
     running = Hessian(block.linears[layers[0]].in_features, block.linears[layers[0]].weight.device)
     capture_inputs(block, layers[0], running.add)
+    if running.tokens == 0:
+        result.notes.append(f"{', '.join(layers)}: no calibration token reached them, rounded to nearest")
+        for name in layers:
+            _round_unreached(block.linears[name], name, schemes[name], settings, result)
+        return None
     hessian = running.matrix()
     check_finite(hessian, f"layer {layers[0]}: the Hessian of its calibration inputs")
     factor = None
@@ -224,11 +234,34 @@ def round_group(
                 damping=None if factor is None else factor.damping,
                 dead_inputs=dead,
                 rtn_rows=int(kept.sum()),
+                clipped=clipped_share(block.linears[name].weight.data, weight),
                 awq_ratio=ratio,
                 seconds=seconds,
             )
             block.linears[name].weight.data = weight.dequantize()
     return hessian
+
+
+def _round_unreached(
+    linear: nn.Linear, name: str, scheme: QuantScheme | None, settings: Settings, result: BlockResult
+) -> None:
+    """Round a layer that calibration says nothing about, as method rtn does (an expert that no token is sent to)."""
+    if scheme is None:
+        return
+    started = time.perf_counter()
+    weight = rtn(linear.weight.data, scheme, scale_dtype=settings.scale_dtype)
+    error = weight_error(linear.weight.data, weight.dequantize())
+    result.weights[name] = weight
+    result.records[name] = LayerRecord(
+        scheme=scheme.name,
+        measured="weight",
+        relative_error=error,
+        rtn_error=error,
+        dead_inputs=linear.in_features,
+        fallback="rtn",
+        seconds=time.perf_counter() - started,
+    )
+    linear.weight.data = weight.dequantize()
 
 
 # --- one block -------------------------------------------------------------------------------------------------------
@@ -239,7 +272,7 @@ def quantize_block(
     structure: ModelStructure,
     schemes: Mapping[str, QuantScheme | None],
     settings: Settings,
-    targets: list[Tensor] | None = None,
+    targets: Sequence[Tensor] | None = None,
 ) -> BlockResult:
     """Quantize the linears of `block` group by group, each on inputs that the groups before it already changed.
 
@@ -262,7 +295,9 @@ def quantize_block(
                     stored = linear.weight.data.to(settings.scale_dtype)
                     linear.weight.data = stored.to(linear.weight.dtype)
                     result.changed[f"{name}.weight"] = stored
-        originals = {name: linear.weight.data for name, linear in block.linears.items()}
+        originals: dict[str, Tensor] = {}  # held for the search alone
+        if settings.stages.search:
+            originals = {name: linear.weight.data for name, linear in block.linears.items()}
         hessians: dict[str, Tensor] = {}
         for group in structure.groups:
             hessian = round_group(block, group, schemes, settings, result, ratios.get(group.kind))
@@ -288,7 +323,7 @@ def _search(
     block: Block,
     originals: Mapping[str, Tensor],
     hessians: Mapping[str, Tensor],
-    targets: list[Tensor],
+    targets: Sequence[Tensor],
     settings: Settings,
     result: BlockResult,
 ) -> None:
@@ -297,7 +332,8 @@ def _search(
     The layers' own errors are measured against the `hessians` of the inputs that they had before the search.
     """
     started = time.perf_counter()
-    found = search_block(block, originals, result.weights, targets, settings.search)
+    reached = {name: weight for name, weight in result.weights.items() if name in hessians}
+    found = search_block(block, originals, reached, targets, settings.search)
     seconds = (time.perf_counter() - started) / max(1, len(found.weights))
     for name, weight in found.weights.items():
         values = weight.dequantize()
@@ -306,6 +342,7 @@ def _search(
         result.records[name] = replace(
             record,
             relative_error=_relative(error, row_errors(originals[name], hessians[name])),
+            clipped=clipped_share(originals[name], weight),
             changed_codes=changed_share(result.weights[name], weight),
             block_loss_ratio=found.loss / found.start_loss if found.start_loss > 0 else 1.0,
             seconds=record.seconds + seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,20 +71,27 @@ def _first(output: Any) -> Tensor:
     return result
 
 
-def _spread(batches: list[Tensor], tokens: int) -> list[Tensor]:
-    """Batches evenly spaced over all, enough for `tokens`."""
-    each = batches[0].shape[0] * batches[0].shape[1]
-    count = min(len(batches), -(-tokens // each))
-    return [batches[i * len(batches) // count] for i in range(count)]
+def _spread(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Batches evenly spaced over all, enough for `tokens`; of large ones, the first samples."""
+    samples, seq_len = batches[0].shape[:2]
+    count = min(len(batches), -(-tokens // (samples * seq_len)))
+    each = min(samples, -(-tokens // (count * seq_len)))
+    return [batches[i * len(batches) // count][:each] for i in range(count)]
 
 
-def _consumer_loss(module: nn.Module, linears: list[nn.Linear], calls: list[_Call], stand_ins: list[Tensor]) -> float:
-    """Squared output error of the consumer with `stand_ins` for the weights of `linears`."""
+def _consumer_loss(
+    block: Block, consumer: str, linears: list[nn.Linear], calls: list[_Call], stand_ins: list[Tensor]
+) -> float:
+    """Squared output error of the block's module `consumer` with `stand_ins` for the weights of `linears`."""
+    module = block.module.get_submodule(consumer)
     originals = [linear.weight.data for linear in linears]
     try:
         for linear, stand_in in zip(linears, stand_ins, strict=True):
             linear.weight.data = stand_in
-        return sum(float((_first(module(*c.args, **c.kwargs)) - c.output).square().sum()) for c in calls)
+        with block.precision():
+            outputs = [_first(module(*call.args, **call.kwargs)) for call in calls]
+        pairs = zip(outputs, calls, strict=True)
+        return sum(float((found.float() - call.output.float()).square().sum()) for found, call in pairs)
     finally:
         for linear, original in zip(linears, originals, strict=True):
             linear.weight.data = original
@@ -124,8 +131,7 @@ def scale_channels(
             continue
         weights = [linear.weight.data for linear in linears]
         if stats.hessian is None:
-            module = block.module.get_submodule(group.consumer)
-            loss = partial(_consumer_loss, module, linears, calls[group.consumer])
+            loss = partial(_consumer_loss, block, group.consumer, linears, calls[group.consumer])
         else:
             loss = partial(_linear_loss, weights[0], stats.hessian.matrix())
         found = search_scale(

@@ -19,7 +19,7 @@ from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.algorithms.smoothquant import ALPHA, check_alpha
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
 from qtool.quant.blockwise import BlockResult, LayerRecord, Settings, quantize_block
-from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set
+from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set, compute_dtype
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
 from qtool.quant.errors import QtoolError
@@ -238,7 +238,8 @@ def _calibrated_blocks(
     job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore
 ) -> Iterator[BlockResult]:
     """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
-    walker = BlockWalker(job.checkpoint, calibration.tokens, device=device)
+    stored = job.checkpoint.tensor(f"{job.structure.embed}.weight").dtype
+    walker = BlockWalker(job.checkpoint, calibration.tokens, device=device, compute=compute_dtype(stored, device))
     outputs = (
         list(walker.states) if job.settings.stages.search else None
     )  # of the 16-bit model, after the blocks so far
@@ -308,7 +309,7 @@ def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tenso
             original = job.checkpoint.tensor(name)
             stored[name] = result.changed.get(name, original).to(original.dtype)
     for layer, weight in result.weights.items():
-        stored.update(job.writer.tensors(layer, weight.to("cpu")))
+        stored.update(job.writer.tensors(layer, weight))
     return stored
 
 

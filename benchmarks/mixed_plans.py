@@ -29,7 +29,7 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import GridSearch
 from qtool.quant.scheme import QuantPlan
 from qtool.quant.structure import linear_shapes
-from qtool.sensitivity.allocate import Allocation, allocate, describe, uniform_allocations
+from qtool.sensitivity.allocate import Allocation, Limits, allocate, describe, uniform_allocations
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
 
@@ -121,7 +121,7 @@ def candidate_plans(sensitivities: Mapping[str, Sensitivity], bits: list[float])
         plans[f"first and last, {budget:g} bits"] = first_and_last(first, budget, "w4g64", "w8")
         for metric, sensitivity in sensitivities.items():
             plans[f"greedy {metric}, {budget:g} bits"] = greedy(sensitivity, budget)
-            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, avg_bits=budget)
+            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, Limits(avg_bits=budget))
     return plans
 
 

@@ -53,7 +53,7 @@ def command(
     from qtool.quant.planfile import PlanFile
     from qtool.quant.scheme import FLOAT, scheme_name
     from qtool.quant.textfile import check_writable, write_text
-    from qtool.sensitivity.allocate import Keep, allocate, best_uniform, uniform_allocations
+    from qtool.sensitivity.allocate import Keep, Limits, allocate, best_uniform, uniform_allocations
     from qtool.sensitivity.record import UNITS, Sensitivity
 
     reporter = Reporter(quiet, json_result)
@@ -68,7 +68,7 @@ def command(
                 )
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     wishes = [Keep.parse(text) for text in keep or []]
-    chosen = allocate(found, max_bytes=limit, avg_bits=avg_bits, keep=wishes)
+    chosen = allocate(found, Limits(max_bytes=limit, avg_bits=avg_bits), keep=wishes)
     details = {
         "model": found.model,
         "metric": found.metric,

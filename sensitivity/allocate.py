@@ -1,24 +1,19 @@
-"""The best scheme for every group under a budget, exactly: a multiple-choice knapsack as a mixed-integer program."""
+"""The best scheme for every group under limits of size, time or damage, exactly."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import FLOAT, QuantPlan, fit_group, parse_scheme, scheme_name
 from qtool.sensitivity.record import GroupSensitivity, Sensitivity
+from qtool.sensitivity.solver import Table, least, minimize, total
 
-_OBJECTIVE_SPAN = 1e6  # the largest damage after scaling: makes the solver's absolute tolerance (1e-6) meaningless
+Latency = Mapping[str, Mapping[str, float]]
+"""Group name → scheme name → milliseconds that one decode step spends in the group's product."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +26,7 @@ class Allocation:
         linear_bytes: true bytes of the planned linears, scales and zero points included.
         total_bytes: with everything else that the artifact's weights hold.
         average_bits: per weight of the planned linears.
+        latency_ms: of one decode step's products by the planned linears; None where no times were given.
     """
 
     plan: QuantPlan
@@ -38,6 +34,32 @@ class Allocation:
     linear_bytes: int
     total_bytes: int
     average_bits: float
+    latency_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep within; all that are given hold together.
+
+    Attributes:
+        max_bytes: all weights of the artifact.
+        avg_bits: the linears of the blocks, in bits per weight, scales and zero points counted.
+        max_latency_ms: one decode step's products by the linears of the blocks.
+        max_damage: summed damage in the metric's unit. With it, bytes are minimised instead of damage.
+    """
+
+    max_bytes: int | None = None
+    avg_bits: float | None = None
+    max_latency_ms: float | None = None
+    max_damage: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--avg-bits": self.avg_bits, "--max-latency-ms": self.max_latency_ms, "--max-kl": self.max_damage}
+        for option, value in given.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise QtoolError(f"{option} {value}: give a number above 0")
+        if (self.max_bytes, *given.values()) == (None,) * 4:
+            raise QtoolError("no budget: give --avg-bits, --max-bytes, --max-latency-ms or --max-kl")
 
 
 @dataclass(frozen=True)
@@ -60,37 +82,43 @@ class Keep:
 
 
 def allocate(
-    sensitivity: Sensitivity,
-    *,
-    max_bytes: int | None = None,
-    avg_bits: float | None = None,
-    keep: Sequence[Keep] = (),
+    sensitivity: Sensitivity, limits: Limits, *, keep: Sequence[Keep] = (), latency: Latency | None = None
 ) -> Allocation:
-    """The plan of least summed damage under the budget; the same inputs give the same plan.
+    """The plan of least summed damage within the limits (of least bytes where `max_damage` is one of them, and of least
+    damage among those); the same inputs give the same plan.
 
     Args:
         sensitivity: measured damage of every group under every candidate.
-        max_bytes: limit for all weights of the artifact.
-        avg_bits: limit for the linears of the blocks, in bits per weight, scales and zero points counted.
-        keep: schemes fixed by layer name. With two limits both hold.
+        keep: schemes fixed by layer name.
+        latency: measured times, for `max_latency_ms`.
 
     Raises:
-        QtoolError: no limit, a pattern that matches nothing, wishes that contradict each other, a wished scheme that
-            was not measured, or a budget below the least possible (which is named).
+        QtoolError: a pattern that matches nothing, wishes that contradict each other, a wished scheme that was not
+            measured, or limits that no plan keeps within (the least possible is named).
     """
-    if max_bytes is None and avg_bits is None:
-        raise QtoolError("no budget: give --avg-bits or --max-bytes")
     options = _options(sensitivity, keep)
-    weights = sum(rows * cols for rows, cols in sensitivity.shapes.values())
-    sizes = [[sensitivity.group_bytes(g, s) for s in o] for g, o in zip(sensitivity.groups, options)]
-    least = sum(min(of_group) for of_group in sizes)
-    budget = _budget(sensitivity, max_bytes, avg_bits, weights, least, bool(keep))
-    chosen = _solve([list(o.values()) for o in options], sizes, budget)
-    names = [list(o)[i] for o, i in zip(options, chosen)]
-    return describe(sensitivity, names)
+    damage: Table = [list(o.values()) for o in options]
+    sizes: Table = [[sensitivity.group_bytes(g, s) for s in o] for g, o in zip(sensitivity.groups, options)]
+    bounds = _bounds(sensitivity, limits, sizes)
+    if limits.max_latency_ms is not None:
+        if latency is None:
+            raise QtoolError("--max-latency-ms needs the kernels' times on this device")
+        times = [[_nanoseconds(latency[g.name][s]) for s in o] for g, o in zip(sensitivity.groups, options)]
+        bounds.append(_latency_bound(limits.max_latency_ms, times))
+    if limits.max_damage is not None:
+        bounds.append(_Bound("--max-kl", limits.max_damage, damage, limits.max_damage, lambda d: f"{d:.6g}"))
+    _check_possible(bounds, "with these --keep wishes" if keep else "with the schemes measured")
+    rows = [(b.values, b.limit) for b in bounds]
+    if limits.max_damage is not None:
+        smallest = minimize(sizes, rows)
+        assert smallest is not None
+        rows.append((sizes, total(sizes, smallest)))
+    chosen = minimize(damage, rows)
+    assert chosen is not None
+    return describe(sensitivity, [list(o)[i] for o, i in zip(options, chosen)], latency)
 
 
-def describe(sensitivity: Sensitivity, names: Sequence[str]) -> Allocation:
+def describe(sensitivity: Sensitivity, names: Sequence[str], latency: Latency | None = None) -> Allocation:
     """The allocation that gives the i-th group the scheme names[i]; each must have been measured (or be 16-bit)."""
     by_layer = {m: name for g, name in zip(sensitivity.groups, names, strict=True) for m in g.members}
     plan = QuantPlan({layer: parse_scheme(by_layer[layer]) for layer in sensitivity.shapes})
@@ -101,16 +129,19 @@ def describe(sensitivity: Sensitivity, names: Sequence[str]) -> Allocation:
         linear_bytes=size,
         total_bytes=size + sensitivity.other_bytes,
         average_bits=plan.average_bits(sensitivity.shapes),
+        latency_ms=None
+        if latency is None
+        else math.fsum(latency[g.name][n] for g, n in zip(sensitivity.groups, names)),
     )
 
 
-def uniform_allocations(sensitivity: Sensitivity) -> dict[str, Allocation]:
+def uniform_allocations(sensitivity: Sensitivity, latency: Latency | None = None) -> dict[str, Allocation]:
     """Scheme name → the plan that gives it to every group (its group size fitted where it does not divide)."""
     found: dict[str, Allocation] = {}
     for name in sorted({name for g in sensitivity.groups for name in g.damage}):
         fitted = [_fitted(sensitivity, g, name) for g in sensitivity.groups]
         if all(f in g.damage for f, g in zip(fitted, sensitivity.groups)):
-            found[name] = describe(sensitivity, fitted)
+            found[name] = describe(sensitivity, fitted, latency)
     return found
 
 
@@ -160,67 +191,58 @@ def _options(sensitivity: Sensitivity, keep: Sequence[Keep]) -> list[Mapping[str
     return options
 
 
-def _budget(
-    sensitivity: Sensitivity, max_bytes: int | None, avg_bits: float | None, weights: int, least: int, kept: bool
-) -> int:
-    """Bytes that the linears may take. Raises QtoolError where that is below `least`."""
-    what = "with these --keep wishes" if kept else "with the schemes measured"
-    limits = []
-    if avg_bits is not None:
-        if not math.isfinite(avg_bits):
-            raise QtoolError(f"--avg-bits {avg_bits}: give a number of bits per weight, such as 4.5")
-        limits.append(math.floor(avg_bits * weights / 8))
-        if limits[-1] < least:
-            possible = math.ceil(8e4 * least / weights) / 1e4
-            raise QtoolError(f"--avg-bits {avg_bits:g}: the least possible {what} is {possible:g} bits per weight")
-    if max_bytes is not None:
-        limits.append(max_bytes - sensitivity.other_bytes)
-        if limits[-1] < least:
-            other = sensitivity.other_bytes
-            raise QtoolError(
-                f"--max-bytes {max_bytes}: the least possible {what} is {least + other} bytes "
-                f"({(least + other) / 1e6:.2f} MB), of which {other} are embedding, norms and head"
-            )
-    return min(limits)
+@dataclass(frozen=True)
+class _Bound:
+    """One limit: Σ values ≤ limit; `asked` is what the user wrote, `say` makes words of a sum."""
+
+    option: str
+    asked: float
+    values: Table
+    limit: float
+    say: Callable[[float], str]
 
 
-@contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """HiGHS now and then prints a remark of its own to file descriptor 1, where --json promises a document."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+def _bounds(sensitivity: Sensitivity, limits: Limits, sizes: Table) -> list[_Bound]:
+    """The limits of size."""
+    bounds = []
+    if limits.avg_bits is not None:
+        weights = sum(rows * cols for rows, cols in sensitivity.shapes.values())
+
+        def bits(size: float) -> str:
+            return f"{math.ceil(8e4 * size / weights) / 1e4:g} bits per weight"
+
+        bounds.append(_Bound("--avg-bits", limits.avg_bits, sizes, math.floor(limits.avg_bits * weights / 8), bits))
+    if limits.max_bytes is not None:
+        other = sensitivity.other_bytes
+
+        def whole(size: float) -> str:
+            size = int(size) + other
+            return f"{size} bytes ({size / 1e6:.2f} MB), of which {other} are embedding, norms and head"
+
+        bounds.append(_Bound("--max-bytes", limits.max_bytes, sizes, limits.max_bytes - other, whole))
+    return bounds
 
 
-def _solve(damage: list[list[float]], sizes: list[list[int]], budget: int) -> list[int]:
-    """Index of the chosen option of every group: least Σ damage with Σ size ≤ budget."""
-    cost = np.array([d for group in damage for d in group], dtype=np.float64)
-    size = np.array([s for group in sizes for s in group], dtype=np.int64)
-    unit = int(np.gcd.reduce(size))
-    owner = np.repeat(np.arange(len(damage)), [len(group) for group in damage])
-    one_each = csr_array((np.ones(len(cost)), (owner, np.arange(len(cost)))), shape=(len(damage), len(cost)))
-    with _silent_stdout():
-        result = milp(
-            cost * (_OBJECTIVE_SPAN / (cost.max() or 1.0)),
-            integrality=np.ones(len(cost)),
-            bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint((size // unit)[None].astype(np.float64), -np.inf, budget // unit),
-            ],
-            options={"mip_rel_gap": 0.0},
-        )
-    if result.x is None:
-        raise QtoolError(f"the solver found no plan ({result.message})")
-    chosen = [int(np.argmax(result.x[owner == group])) for group in range(len(damage))]
-    total = sum(sizes[group][option] for group, option in enumerate(chosen))
-    if total > budget:
-        raise RuntimeError(f"the solver's plan takes {total} bytes, the budget is {budget}")
-    return chosen
+def _nanoseconds(milliseconds: float) -> int:
+    return math.ceil(1e6 * milliseconds)
+
+
+def _latency_bound(milliseconds: float, times: Table) -> _Bound:
+    limit = math.floor(1e6 * milliseconds)
+    return _Bound("--max-latency-ms", milliseconds, times, limit, lambda ns: f"{math.ceil(ns / 1e2) / 1e4:g} ms")
+
+
+def _check_possible(bounds: Sequence[_Bound], what: str) -> None:
+    """Raise QtoolError, with the least possible, for a limit that no plan keeps, alone or with those before it."""
+    for i, bound in enumerate(bounds):
+        if (lowest := least(bound.values)) > bound.limit:
+            raise QtoolError(f"{bound.option} {bound.asked:.12g}: the least possible {what} is {bound.say(lowest)}")
+        others = [b for b in bounds[:i] if b.values is not bound.values]  # two limits of size: the smaller one counts
+        if others:
+            chosen = minimize(bound.values, [(b.values, b.limit) for b in others])
+            assert chosen is not None  # they were found possible together, one by one
+            if (lowest := total(bound.values, chosen)) > bound.limit:
+                named = " and ".join(f"{b.option} {b.asked:.12g}" for b in others)
+                raise QtoolError(
+                    f"{bound.option} {bound.asked:.12g}: the least possible {what} under {named} is {bound.say(lowest)}"
+                )

@@ -21,10 +21,9 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import FLOAT, QuantScheme
 from qtool.quant.structure import linear_shapes
 from qtool.sensitivity.candidates import DEFAULT_SCHEMES, Group, candidate_groups, fake_quantize, parse_candidates
-from qtool.sensitivity.fisher import fisher_damage
+from qtool.sensitivity.fisher import Damage, fisher_damage
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
-Damage = dict[str, dict[str, float]]  # group name → scheme name → damage
 NUM_SEQUENCES, SEQ_LEN = 16, 512
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantScheme, scheme_name
-from qtool.sensitivity.allocate import Keep, allocate, uniform_allocations
+from qtool.sensitivity.allocate import Keep, Latency, Limits, allocate, uniform_allocations
 from qtool.sensitivity.record import GroupSensitivity, Sensitivity
 
 SCHEMES = ("fp16", "w8", "w4g128", "w4g64", "w4g32")
@@ -30,15 +31,27 @@ def make(damages: list[dict[str, float]], shapes: list[tuple[int, int]]) -> Sens
     return Sensitivity("m", "f" * 64, "kl", {}, layers, {n: {} for n in layers}, OTHER, tuple(groups))
 
 
-def brute_force(sensitivity: Sensitivity, budget: int) -> float:
-    """Least damage over every combination that fits."""
-    size = np.zeros(1, dtype=np.int64)
-    damage = np.zeros(1)
-    for group in sensitivity.groups:  # every sum so far with every option of this group
-        sizes = np.array([sensitivity.group_bytes(group, name) for name in group.damage])
-        size = np.add.outer(size, sizes).ravel()
-        damage = np.add.outer(damage, np.array(list(group.damage.values()))).ravel()
-    return float(damage[size <= budget].min())
+def brute_force(
+    sensitivity: Sensitivity,
+    *,
+    size: float = math.inf,
+    latency: Latency | None = None,
+    milliseconds: float = math.inf,
+    damage: float = math.inf,
+) -> tuple[float, int]:
+    """(least damage, least bytes) over every combination within all limits."""
+    sums = np.zeros((3, 1))  # of bytes, milliseconds and damage; every sum so far with every option of each next group
+    for group in sensitivity.groups:
+        options = np.array(
+            [
+                [sensitivity.group_bytes(group, name) for name in group.damage],
+                [latency[group.name][name] if latency else 0.0 for name in group.damage],
+                list(group.damage.values()),
+            ]
+        )
+        sums = (sums[:, :, None] + options[:, None, :]).reshape(3, -1)
+    sums = sums[:, (sums <= np.array([[size], [milliseconds], [damage]])).all(0)]
+    return float(sums[2].min()), int(sums[0].min())
 
 
 @st.composite
@@ -57,29 +70,87 @@ def size_range(sensitivity: Sensitivity) -> tuple[int, int]:
     return sum(map(min, sizes)), sum(map(max, sizes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_equals_brute_force_under_max_bytes(problem: tuple[Sensitivity, float]) -> None:
     sensitivity, share = problem
     low, high = size_range(sensitivity)
     budget = int(low + share * (high - low))
-    got = allocate(sensitivity, max_bytes=budget + OTHER)
+    got = allocate(sensitivity, Limits(max_bytes=budget + OTHER))
     assert got.linear_bytes <= budget
     assert got.total_bytes == got.linear_bytes + OTHER
-    assert got.damage == pytest.approx(brute_force(sensitivity, budget), rel=1e-9, abs=1e-12)
+    assert got.damage == pytest.approx(brute_force(sensitivity, size=budget)[0], rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems())
 def test_equals_brute_force_under_avg_bits(problem: tuple[Sensitivity, float]) -> None:
     sensitivity, share = problem
     low, high = size_range(sensitivity)
     weights = sum(r * c for r, c in sensitivity.shapes.values())
     bits = 8 * (low + share * (high - low)) / weights + 1e-9
-    got = allocate(sensitivity, avg_bits=bits)
+    got = allocate(sensitivity, Limits(avg_bits=bits))
     assert got.average_bits <= bits
     assert got.average_bits == pytest.approx(8 * got.linear_bytes / weights)
-    assert got.damage == pytest.approx(brute_force(sensitivity, int(bits * weights / 8)), rel=1e-9, abs=1e-12)
+    assert got.damage == pytest.approx(brute_force(sensitivity, size=int(bits * weights / 8))[0], rel=1e-9, abs=1e-12)
+
+
+@st.composite
+def times(draw: Any, sensitivity: Sensitivity) -> Latency:
+    """Any time for any option: not always the smaller scheme is the faster one."""
+    return {
+        g.name: {name: draw(st.integers(1, 2000)) / 1e6 for name in g.damage}  # whole nanoseconds, in ms
+        for g in sensitivity.groups
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.data())
+def test_equals_brute_force_under_max_latency(problem: tuple[Sensitivity, float], data: st.DataObject) -> None:
+    sensitivity, share = problem
+    latency = data.draw(times(sensitivity))
+    fastest, slowest = (sum(pick(of_group.values()) for of_group in latency.values()) for pick in (min, max))
+    # between two whole nanoseconds, so that rounding decides nothing
+    limit = (math.floor(1e6 * (fastest + share * (slowest - fastest)) + 1e-3) + 0.5) / 1e6
+    got = allocate(sensitivity, Limits(max_latency_ms=limit), latency=latency)
+    assert got.latency_ms is not None
+    assert got.latency_ms <= limit
+    want, _ = brute_force(sensitivity, latency=latency, milliseconds=limit)
+    assert got.damage == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_equals_brute_force_under_max_kl(problem: tuple[Sensitivity, float]) -> None:
+    sensitivity, share = problem
+    low, high = (sum(pick(g.damage.values()) for g in sensitivity.groups) for pick in (min, max))
+    limit = (low + share * (high - low)) * (1 + 1e-6) + 1e-12
+    got = allocate(sensitivity, Limits(max_damage=limit))
+    assert got.damage <= limit * (1 + 1e-9)
+    _, fewest = brute_force(sensitivity, damage=limit)
+    assert got.linear_bytes == fewest
+    assert got.damage == pytest.approx(brute_force(sensitivity, size=fewest)[0], rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(), st.data())
+def test_equals_brute_force_under_all_limits(problem: tuple[Sensitivity, float], data: st.DataObject) -> None:
+    sensitivity, share = problem
+    latency = data.draw(times(sensitivity))
+    low, high = size_range(sensitivity)
+    size = int(low + share * (high - low))
+    slowest = sum(max(of_group.values()) for of_group in latency.values())
+    milliseconds = (math.floor(1e6 * data.draw(st.floats(0.4, 1)) * slowest) + 0.5) / 1e6
+    limits = Limits(max_bytes=size + OTHER, max_latency_ms=milliseconds)
+    try:
+        want, _ = brute_force(sensitivity, size=size, latency=latency, milliseconds=milliseconds)
+    except ValueError:  # no combination keeps both
+        with pytest.raises(QtoolError, match="the least possible"):
+            allocate(sensitivity, limits, latency=latency)
+        return
+    got = allocate(sensitivity, limits, latency=latency)
+    assert got.linear_bytes <= size
+    assert got.damage == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
 def ladder(blocks: int = 4) -> Sensitivity:
@@ -87,8 +158,11 @@ def ladder(blocks: int = 4) -> Sensitivity:
     return make(damages, [(64, 128)] * blocks)
 
 
+LADDER_TIMES: Latency = {f"model.layers.{i}.qkv": {"fp16": 0.04, "w8": 0.02, "w4g64": 0.01} for i in range(4)}
+
+
 def test_the_most_sensitive_layer_stays_in_int8_and_groups_are_tied() -> None:
-    plan = allocate(ladder(), avg_bits=5.25).plan  # room for one group of four above 4.25
+    plan = allocate(ladder(), Limits(avg_bits=5.25)).plan  # room for one group of four above 4.25
     names = {layer: scheme_name(scheme) for layer, scheme in plan.layers.items()}
     assert {n for layer, n in names.items() if "layers.3" in layer} == {"w8"}
     assert {n for layer, n in names.items() if "layers.3" not in layer} == {"w4g64"}
@@ -97,21 +171,23 @@ def test_the_most_sensitive_layer_stays_in_int8_and_groups_are_tied() -> None:
 def test_both_limits_hold() -> None:
     sensitivity = ladder()
     weights = sum(r * c for r, c in sensitivity.shapes.values())
-    loose = allocate(sensitivity, avg_bits=8.5).linear_bytes
-    got = allocate(sensitivity, avg_bits=8.5, max_bytes=int(weights * 6 / 8) + OTHER)
+    loose = allocate(sensitivity, Limits(avg_bits=8.5)).linear_bytes
+    got = allocate(sensitivity, Limits(avg_bits=8.5, max_bytes=int(weights * 6 / 8) + OTHER))
     assert got.linear_bytes <= weights * 6 // 8 < loose
 
 
 def test_keep_fixes_whole_groups() -> None:
     sensitivity = ladder()
-    got = allocate(sensitivity, avg_bits=9, keep=[Keep.parse(r"layers\.0\..*k_proj"), Keep.parse("layers.1=w8")])
+    got = allocate(
+        sensitivity, Limits(avg_bits=9), keep=[Keep.parse(r"layers\.0\..*k_proj"), Keep.parse("layers.1=w8")]
+    )
     assert got.plan["model.layers.0.self_attn.q_proj"] is None
     assert got.plan["model.layers.1.self_attn.v_proj"] == QuantScheme(8)
 
 
 def test_same_inputs_same_plan() -> None:
     sensitivity = make([{"fp16": 0.0, "w8": 0.1, "w4g64": 0.5}] * 6, [(64, 128)] * 6)  # every tie there is
-    plans = {allocate(sensitivity, avg_bits=bits).plan.to_json() for bits in (6.0, 6.0, 6.0)}
+    plans = {allocate(sensitivity, Limits(avg_bits=bits)).plan.to_json() for bits in (6.0, 6.0, 6.0)}
     assert len(plans) == 1
 
 
@@ -126,7 +202,19 @@ def test_uniform_plans_to_beat() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "no budget"),
+        ({}, "no budget: give --avg-bits, --max-bytes, --max-latency-ms or --max-kl"),
+        ({"avg_bits": -1.0}, "--avg-bits -1.0: give a number above 0"),
+        ({"max_damage": float("nan")}, "--max-kl nan: give a number above 0"),
+        ({"max_latency_ms": 0.02}, r"--max-latency-ms 0.02: the least possible .* is 0.04 ms"),
+        ({"max_damage": 0.05, "keep": [Keep("q_proj", "w8")]}, r"--max-kl 0.05: the least possible .* is 0.1"),
+        (
+            {"max_damage": 0.05, "avg_bits": 8.5},
+            r"--max-kl 0.05: the least possible .* under --avg-bits 8.5 is 0.1$",
+        ),
+        (
+            {"max_damage": 0.2, "max_latency_ms": 0.05},
+            r"--max-kl 0.2: the least possible .* under --max-latency-ms 0.05 is 6.04",
+        ),
         ({"avg_bits": 4.0}, r"--avg-bits 4: the least possible with the schemes measured is 4.25 bits"),
         ({"avg_bits": 5.0, "keep": [Keep("q_proj")]}, "the least possible with these --keep wishes is 16 bits"),
         ({"max_bytes": 900}, r"--max-bytes 900: the least possible .* is 53224 bytes .* of which 1000 are"),
@@ -136,15 +224,25 @@ def test_uniform_plans_to_beat() -> None:
     ],
 )
 def test_impossible_wishes_are_refused(options: dict[str, Any], message: str) -> None:
+    keep = options.pop("keep", [])
     with pytest.raises(QtoolError, match=message):
-        allocate(ladder(), **options)
+        allocate(ladder(), Limits(**options), keep=keep, latency=LADDER_TIMES)
 
 
 def test_the_least_possible_is_possible() -> None:
     with pytest.raises(QtoolError) as refusal:
-        allocate(ladder(), max_bytes=900)
+        allocate(ladder(), Limits(max_bytes=900))
     least = int(re.findall(r"is (\d+) bytes", str(refusal.value))[0])
-    assert allocate(ladder(), max_bytes=least).total_bytes == least
+    assert allocate(ladder(), Limits(max_bytes=least)).total_bytes == least
+
+
+def test_latency_without_times_is_refused() -> None:
+    with pytest.raises(QtoolError, match="needs the kernels' times"):
+        allocate(ladder(), Limits(max_latency_ms=1.0))
+
+
+def test_the_least_kl_is_that_of_the_plan_with_the_best_schemes() -> None:
+    assert allocate(ladder(), Limits(max_damage=1e-9)).linear_bytes == 2 * 4 * 3 * 64 * 128  # all in 16 bits
 
 
 def test_broken_keep_is_refused() -> None:
@@ -157,7 +255,7 @@ def test_broken_keep_is_refused() -> None:
 def test_what_the_solver_prints_stays_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     import os
 
-    from qtool.sensitivity.allocate import _silent_stdout
+    from qtool.sensitivity.solver import _silent_stdout
 
     with _silent_stdout():
         os.write(1, b"noise from C++")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qtool.quant.errors import QtoolError
-from qtool.sensitivity.allocate import allocate
+from qtool.sensitivity.allocate import Limits, allocate
 from qtool.sensitivity.record import GroupSensitivity, Sensitivity
 
 FOUND = Sensitivity(
@@ -56,4 +56,4 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: dict[str, A
 @pytest.mark.parametrize("bits", [float("nan"), float("inf")])
 def test_a_budget_that_is_no_number_is_refused(bits: float) -> None:
     with pytest.raises(QtoolError, match="--avg-bits"):
-        allocate(FOUND, avg_bits=bits)
+        allocate(FOUND, Limits(avg_bits=bits))

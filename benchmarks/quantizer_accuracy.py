@@ -35,15 +35,29 @@ def windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
     return torch.tensor(ids[: length * count]).view(-1, length)
 
 
+def round_input(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """A forward pre-hook: symmetric int8 per token, as compressed-tensors does it."""
+    scale = args[0].abs().amax(-1, keepdim=True) / 127.5
+    return ((args[0] / scale).round_().clamp_(-128, 127).nan_to_num_() * scale,)
+
+
 def load_artifact(model: Any, folder: Path) -> None:
-    """Put an artifact's weights, dequantized in float32, into the 16-bit model's transformers module."""
+    """Put an artifact's weights, dequantized in float32, into the 16-bit model's transformers module.
+
+    The inputs of layers whose scheme says so are rounded to 8 bits, one scale a token.
+    """
     with Checkpoint(folder) as checkpoint:
         reader = open_reader(checkpoint)
         assert reader is not None
         state = {name: checkpoint.tensor(name).float() for name in model.state_dict() if name in checkpoint}
         for layer in linear_shapes(checkpoint):
-            if reader.scheme(layer) is not None:
+            module = model.get_submodule(layer)
+            module._forward_pre_hooks.clear()  # of the artifact before this one
+            scheme = reader.scheme(layer)
+            if scheme is not None:
                 state[f"{layer}.weight"] = reader.read(layer).dequantize()
+                if scheme.act_bits:
+                    module.register_forward_pre_hook(round_input)
         model.load_state_dict(state, strict=False)
 
 

@@ -2,7 +2,8 @@
 
 `_weight_int4pack_mm_for_cpu` multiplies by (code - 8) * scale + offset, scale and offset per row and group of 32, 64,
 128 or 256 columns; `_weight_int8pack_mm` by code * scale, scale per row. Both run well with bfloat16 activations alone
-(float32 is over ten times slower), so float32 takes the reference kernel.
+(float32 is over ten times slower), so float32 takes the reference kernel. Where activations are quantized too (W8A8),
+`_int_mm` sums products of int8 exactly in int32, for activations of any dtype.
 
 Scales are rounded to bfloat16, as both products want them: at most 0.2 % of a weight, far below the rounding of the
 codes themselves.
@@ -19,12 +20,14 @@ from torch.nn import functional
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL
 from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.activations import quantize_per_token
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 INT4_GROUPS = (256, 128, 64, 32)
 ROW_TILE = 64  # the int4 product wants a multiple of 16 rows; with 64 its layout has no odd end
 WIDE_INT8 = 64  # from this many rows of x on, dense products of weights converted on the fly are faster
 WIDE_INT4 = 256
+INT32_COLS = (1 << 31) // (1 << 14) - 1  # inputs whose products of two int8 always sum up within int32
 WIDE_CHUNK = 1 << 20  # weights converted at a time: they should stay in the cache until they are multiplied
 
 
@@ -68,6 +71,18 @@ def _int8_runs() -> bool:
         x[0, 5] = 2.0
         got = _int8_mm(x, weight, torch.full((32,), 0.5).bfloat16())
         return torch.equal(got.float(), x.float() @ (weight.float() * 0.5).T)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+
+
+@cache
+def _int8_int8_runs() -> bool:
+    """Try the product of int8 matrices once, at the ends of their range (some CPUs' instructions saturate there)."""
+    try:
+        x = torch.tensor([[127], [-128], [3]], dtype=torch.int8).expand(3, 70).contiguous()
+        weight = torch.tensor([[127], [-128], [-5], [0], [1]], dtype=torch.int8).expand(5, 70).contiguous()
+        got = torch._int_mm(x, weight.T)
+        return got.dtype == torch.int32 and torch.equal(got.double(), x.double() @ weight.double().T)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
 
@@ -251,7 +266,32 @@ def _int8_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     return _int8_mm(x.contiguous(), weight, scale)
 
 
+def _int8_int8_supports(spec: LinearSpec, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "it runs on the CPU alone"
+    scheme = spec.scheme
+    if scheme.act_bits is None:
+        return "it quantizes activations"
+    if scheme.bits != 8 or scheme.group_size not in (PER_CHANNEL, spec.cols) or not scheme.symmetric or spec.act_order:
+        return "it wants 8-bit weights with one symmetric scale per row"
+    if spec.cols > INT32_COLS:
+        return f"sums over {spec.cols} inputs may overflow int32"
+    return None if _int8_int8_runs() else "torch's product of int8 matrices is not exact here"
+
+
+def _int8_int8_pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Packed:
+    """[N, K] int8, [N] float32."""
+    return (weight.codes.to(torch.int16) - 128).to(torch.int8), weight.scale[:, 0].float().contiguous()
+
+
+def _int8_int8_apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    weight, scale = packed
+    codes, token_scale = quantize_per_token(x)
+    return torch._int_mm(codes, weight.T).float().mul_(scale).mul_(token_scale).to(x.dtype)
+
+
 CPU_KERNELS = (
+    LinearKernel("torch int8 x int8 (CPU)", _int8_int8_supports, _int8_int8_pack, _int8_int8_apply),
     LinearKernel("torch int4 (CPU)", _int4_supports, _int4_pack_weight, _int4_apply),
     LinearKernel("torch int8 (CPU)", _int8_supports, _int8_pack, _int8_apply),
     LinearKernel("torch int8 as two int4 (CPU)", _int8_grouped_supports, _int8_grouped_pack, _int8_grouped_apply),

@@ -36,18 +36,23 @@ def _say_once(message: str) -> None:
 def choose(spec: LinearSpec, device: torch.device) -> tuple[LinearKernel, LinearSpec]:
     """The first kernel that runs `spec` on `device`, and the spec to call it with.
 
-    Where none quantizes activations (`act_bits`), the weight-only product of the same weights is taken; it is more
-    exact and slower. That, and every use of the portable kernel, is logged once.
+    Where none of the device's own quantizes activations (`act_bits`), its weight-only product of the same weights is
+    taken; it is more exact. That, and every use of the portable kernel, is logged once.
     """
     kernels = candidates(device)
-    for kernel in kernels:
-        if kernel.supports(spec, device) is None:
-            if kernel is REFERENCE:
-                reasons = "; ".join(f"{k.name}: {k.supports(spec, device)}" for k in kernels[:-1])
-                _say_once(
-                    f"{spec.scheme.name} in {spec.dtype} on {device.type} runs on the portable kernel"
-                    + (f" ({reasons})" if reasons else "")
-                )
-            return kernel, spec
-    _say_once(f"{spec.scheme.name} on {device.type}: no kernel quantizes activations here, they stay in {spec.dtype}")
-    return choose(replace(spec, scheme=replace(spec.scheme, act_bits=None)), device)
+    weight_only = replace(spec, scheme=replace(spec.scheme, act_bits=None))
+    for wanted in dict.fromkeys((spec, weight_only)):
+        for kernel in kernels[:-1]:
+            if kernel.supports(wanted, device) is None:
+                if wanted != spec:
+                    name = spec.scheme.name
+                    _say_once(
+                        f"{name} on {device.type}: no kernel quantizes activations here, they stay in {spec.dtype}"
+                    )
+                return kernel, wanted
+    reasons = "; ".join(f"{k.name}: {k.supports(spec, device)}" for k in kernels[:-1])
+    _say_once(
+        f"{spec.scheme.name} in {spec.dtype} on {device.type} runs on the portable kernel"
+        + (f" ({reasons})" if reasons else "")
+    )
+    return REFERENCE, spec

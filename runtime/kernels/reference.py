@@ -1,4 +1,5 @@
-"""The portable kernel: dequantize a bounded chunk of rows, multiply, go on. Runs every scheme on every device.
+"""The portable kernel: dequantize a bounded chunk of rows, multiply, go on. Runs every scheme on every device, those
+that quantize activations too (in float64).
 
 Every other kernel is tested against it.
 """
@@ -11,13 +12,14 @@ from torch.nn import functional
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.activations import quantize_per_token
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 CHUNK_ELEMENTS = 1 << 22  # weights dequantized at a time: 16 MiB in float32
 
 
 def _supports(spec: LinearSpec, device: torch.device) -> str | None:
-    return "activations would have to be quantized" if spec.scheme.act_bits else None
+    return None
 
 
 def _is_packed(scheme: QuantScheme, cols: int) -> bool:
@@ -47,12 +49,18 @@ def _pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Pa
 def _apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     codes, scale, zero, g_idx = packed
     out = x.new_empty(x.shape[0], spec.rows)
+    values, token_scale = x, None
+    if spec.scheme.act_bits:
+        # float64 holds products and sums of integers exactly, and those of codes and 16-bit scales nearly so
+        codes8, token_scale = quantize_per_token(x)
+        values = codes8.double()
     step = max(1, CHUNK_ELEMENTS // spec.cols)
     for start in range(0, spec.rows, step):
         rows = slice(start, min(start + step, spec.rows))
         part = unpack_nibbles(codes[rows]) if _is_packed(spec.scheme, spec.cols) else codes[rows]
         weight = dequantize(part, scale[rows], zero[rows] if zero.numel() else None, g_idx, spec.scheme)
-        out[:, rows] = functional.linear(x, weight.to(x.dtype))
+        product = functional.linear(values, weight.to(values.dtype))
+        out[:, rows] = product if token_scale is None else product * token_scale
     return out
 
 

@@ -91,11 +91,48 @@ def test_the_portable_kernel_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert len([r for r in caplog.records if "portable kernel" in r.message]) == 1
 
 
+def quantized_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Float64 of x as compressed-tensors' symmetric int8 codes hold it, one scale a token."""
+    scale = x.float().abs().amax(1, keepdim=True) / 127.5
+    codes = (x.float() / scale).round().clamp(-128, 127)
+    return codes.nan_to_num().double() * scale.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 300])
+def test_int8_products_are_those_of_the_quantized_inputs(tokens: int, dtype: torch.dtype) -> None:
+    weight = random_weight(QuantScheme(8, act_bits=8), 40, 1029)
+    weight = replace(weight, scale=weight.scale.bfloat16())  # as it is stored: products with codes are exact in float32
+    spec = LinearSpec(40, 1029, weight.scheme, dtype=dtype)
+    kernel, chosen = dispatch.choose(spec, CPU)
+    assert kernel.name == "torch int8 x int8 (CPU)"
+    assert chosen == spec
+    x = torch.randn(tokens, 1029, generator=torch.Generator().manual_seed(1)).to(dtype)
+    if tokens > 3:
+        x[1], x[2], x[3, 7] = 0.0, x[2] * 1e-30, 1e30
+    want = quantized_inputs(x) @ weight.dequantize(torch.float64).T
+    for one in (kernel, REFERENCE):
+        got = one.apply(x, one.pack(weight, spec, CPU), spec)
+        assert got.dtype == dtype
+        # float32 rounds what is exact in int32 and float64 three times; bfloat16 the result once
+        torch.testing.assert_close(got.double(), want, rtol=4e-7 if dtype == torch.float32 else 2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["w4g32a8", "w4g64a8-asym", "w8g64a8"])
+def test_the_portable_kernel_quantizes_activations_for_every_scheme(name: str) -> None:
+    weight = random_weight(QuantScheme.parse(name), 24, 128)
+    spec = LinearSpec(24, 128, weight.scheme, dtype=torch.float32)
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+    got = REFERENCE.apply(x, REFERENCE.pack(weight, spec, CPU), spec)
+    want = quantized_inputs(x) @ weight.dequantize(torch.float64).T
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
 def test_activation_quantization_falls_back_to_the_weight_only_product(caplog: pytest.LogCaptureFixture) -> None:
     dispatch._say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="qtool"):
-        _, spec = dispatch.choose(LinearSpec(32, 64, QuantScheme(8, -1, act_bits=8)), CPU)
-    assert spec.scheme == QuantScheme(8)
+        _, spec = dispatch.choose(LinearSpec(32, 64, QuantScheme(4, 32, act_bits=8)), CPU)
+    assert spec.scheme == QuantScheme(4, 32)
     assert any("no kernel quantizes activations" in r.message for r in caplog.records)
 
 

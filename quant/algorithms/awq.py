@@ -92,9 +92,11 @@ def search_scale(
 
 
 def _gather_mean(values: Tensor, index: Tensor) -> Tensor:
+    """Mean of the values of each index; every index occurs equally often. Not by index_add_, whose sums come out
+    differently from run to run on a GPU.
+    """
     size = int(index.max()) + 1
-    total = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, values)
-    return total / torch.bincount(index, minlength=size)
+    return values[torch.argsort(index, stable=True)].view(size, -1).mean(1)
 
 
 def absorb_into_norm(weight: Tensor, scale: Tensor, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -215,6 +215,17 @@ def quantize(weight: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedWeight
     return QuantizedWeight(codes.reshape(weight.shape).to(torch.uint8), grid.scale, grid.zero, scheme)
 
 
+def clipped_share(weight: Tensor, quantized: QuantizedWeight) -> float:
+    """Share of the values of `weight` [N, K] that lie beyond the grid's first or last code by more than half a step."""
+    clipped = 0
+    for rows in _row_chunks(weight):
+        groups = _grouped(weight[rows], quantized.scheme)
+        zero = quantized.scheme.midpoint if quantized.zero is None else quantized.zero[rows].float().unsqueeze(-1)
+        code = groups.div(quantized.scale[rows].float().unsqueeze(-1)).add_(zero)
+        clipped += int(((code < -0.5) | (code > quantized.scheme.max_code + 0.5)).sum())
+    return clipped / max(1, weight.numel())
+
+
 def weight_error(weight: Tensor, quantized: Tensor) -> float:
     """‖W − Q‖ / ‖W‖ (Frobenius) in float64; 0 for a zero weight. What there is to say without calibration data."""
     norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))

@@ -8,7 +8,7 @@ Weighting it by the Fisher metric of the model's answer as well was tried, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from qtool.quant.algorithms.rounding import SearchResult, SearchSettings, search_rounding
 from qtool.quant.calibration import Block
+from qtool.quant.hidden_states import draw
 from qtool.quant.weight import QuantizedWeight
 
 
@@ -40,9 +41,9 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _token_weights(outputs: Tensor) -> Tensor:
+def _token_weights(outputs: Sequence[Tensor]) -> Tensor:
     """[n, seq, 1] float32: 1, or median norm / norm for tokens above the median."""
-    norms = outputs.norm(dim=-1, keepdim=True)
+    norms = torch.cat([batch.norm(dim=-1, keepdim=True) for batch in outputs])
     share: Tensor = norms.median() / norms.clamp_min(torch.finfo(norms.dtype).tiny)
     return share.clamp_max(1.0)
 
@@ -51,7 +52,7 @@ def search_block(
     block: Block,
     originals: Mapping[str, Tensor],
     starts: Mapping[str, QuantizedWeight],
-    targets: list[Tensor],
+    targets: Sequence[Tensor],
     settings: SearchSettings,
 ) -> SearchResult:
     """Search the rounding of `starts` (full layer name → weight) with the block's output error as objective.
@@ -62,19 +63,18 @@ def search_block(
 
     The block's own weights are left as they are.
     """
-    inputs, outputs = torch.cat(block.inputs), torch.cat(targets)
-    dtype = compute_dtype(inputs.device)
-    token_weights = _token_weights(outputs)
+    token_weights = _token_weights(targets)
+    device = token_weights.device
+    dtype = compute_dtype(device)
     runner = _Runner(block)
     prefix = f"{block.name}."
 
     def loss(stand_ins: dict[str, Tensor], drawn: Tensor) -> Tensor:
-        drawn = drawn.to(inputs.device)
         parameters: dict[str, Any] = {f"module.{n.removeprefix(prefix)}.weight": w for n, w in stand_ins.items()}
-        with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            got = functional_call(runner, parameters, (inputs[drawn],))
-        error = (got.float() - outputs[drawn]) * token_weights[drawn]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            got = functional_call(runner, parameters, (draw(block.inputs, drawn),))
+        error = (got.float() - draw(targets, drawn)) * token_weights[drawn.to(device)]
         value: Tensor = error.square().sum() / len(drawn)
         return value
 
-    return search_rounding(originals, starts, loss, len(inputs), settings, dtype=dtype)
+    return search_rounding(originals, starts, loss, len(token_weights), settings, dtype=dtype)

@@ -70,7 +70,7 @@ class LayerRecord:
         dead_inputs: inputs that calibration never excited.
         rtn_rows: rows that kept plain rounding because it was better there.
         clipped: share of weights that lie beyond the grid's ends.
-        fallback: `rtn` where no calibration token reached the layer, which was then rounded to nearest on the minmax grid.
+        fallback: `rtn` where no calibration token reached the layer: it is rounded to nearest on the minmax grid.
         awq_ratio: exponent of the chosen channel scales; None: no scaling.
         changed_codes: share of codes that the rounding search changed; None: there was none.
         block_loss_ratio: the search's objective, the error of the whole block, after it over before it.

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.checkpoint import Weights
 from qtool.quant.corpus import stdlib_documents
 from qtool.quant.errors import QtoolError
+from qtool.quant.hidden_states import HiddenStates
+from qtool.quant.hub import cache_folder
+from qtool.quant.numerics import check_finite
 from qtool.quant.structure import structure_of
 
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a GPU needs more at a time, or it waits for Python
@@ -189,7 +192,7 @@ class Block:
         index, name: `3`, `model.layers.3`.
         module: the decoder layer of transformers.
         linears: full name → module, of the block's groups in true-sequential order.
-        inputs: [b, seq, hidden] each; the list changes when the walk goes on, its tensors do not.
+        inputs: [b, seq, hidden] each; the sequence changes when the walk goes on, its tensors do not.
         compute: 16-bit dtype in which the linears and attention multiply (sums, norms and the hidden states stay in the
             dtype of the weights); None: everything in the dtype of the weights.
     """
@@ -200,7 +203,7 @@ class Block:
         name: str,
         module: nn.Module,
         linears: dict[str, nn.Linear],
-        inputs: list[Tensor],
+        inputs: Sequence[Tensor],
         positions: _Positions,
         compute: torch.dtype | None = None,
     ) -> None:
@@ -245,7 +248,7 @@ class Block:
 class BlockWalker:
     """A model's decoder blocks one after another: weights read when a block's turn comes, and let go after it.
 
-    Memory: one block, the token embedding while it is read, and the hidden states of all samples on `device`.
+    Memory: one block, and up to `activation_memory` bytes of hidden states.
 
     Args:
         checkpoint: a 16- or 32-bit model.
@@ -253,6 +256,7 @@ class BlockWalker:
         device, dtype: where, and in what to hold weights and hidden states.
         compute: 16-bit dtype in which to multiply, see Block; None: in `dtype`.
         batch_tokens: about how many tokens run at a time; None: what suits the device.
+        activation_memory: bytes of hidden states past which they go to the disk; None: never.
 
     Attributes:
         states: [b, seq, hidden] each: what comes out of the blocks walked so far.
@@ -263,13 +267,14 @@ class BlockWalker:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Weights,
         samples: Tensor,
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         compute: torch.dtype | None = None,
         batch_tokens: int | None = None,
+        activation_memory: int | None = None,
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -284,23 +289,37 @@ class BlockWalker:
         self._positions = _Positions(config, type(rotary)(config).to(self.device), self.device, dtype)
         rows = max(1, (batch_tokens or _BATCH_TOKENS[self.device.type]) // samples.shape[1])
         table = checkpoint.tensor(f"{self.structure.embed}.weight")
-        self.states = [self._place(table[batch]) for batch in torch.split(samples, rows)]
+        num_bytes = samples.numel() * table.shape[1] * dtype.itemsize
+        self.states = HiddenStates(
+            (self._place(table[batch]) for batch in torch.split(samples, rows)),
+            num_bytes,
+            memory=num_bytes if activation_memory is None else activation_memory,
+            folder=cache_folder() / "activations",
+        )
         self._finished = 0
 
     def __len__(self) -> int:
         return self.structure.num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block in turn. After each, its inputs run through the weights left in it and become the next inputs."""
+        """Every block in turn. After each, its inputs run through the weights left in it and become the next inputs;
+        then the block's weights are let go.
+
+        Raises:
+            QtoolError: NaN or infinity comes out of a block.
+        """
         for index in range(self._finished, len(self)):
             block = self.block(index, self.states)
             yield block
             with torch.no_grad():
                 for i, states in enumerate(self.states):
-                    self.states[i] = block.run(states)
+                    output = block.run(states)
+                    check_finite(output, f"{block.name}: its output on the calibration samples")
+                    self.states[i] = output
+            block.module.to("meta")  # whoever still holds the block does not hold its memory
             self._finished = index + 1
 
-    def block(self, index: int, inputs: list[Tensor]) -> Block:
+    def block(self, index: int, inputs: Sequence[Tensor]) -> Block:
         """Block `index` with the checkpoint's weights, around the given inputs; for walks in another order."""
         name = self.structure.block_name(index)
         module = self._load(name)

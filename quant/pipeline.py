@@ -20,18 +20,19 @@ from qtool.quant.algorithms.smoothquant import ALPHA, check_alpha
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
 from qtool.quant.blockwise import BlockResult, LayerRecord, Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set, compute_dtype
-from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.checkpoint import Checkpoint, Weights
 from qtool.quant.device import resolve_device
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
 from qtool.quant.hub import resolve_model
 from qtool.quant.method import parse_method
-from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, weight_error
+from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, clipped_share, weight_error
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
 from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
+from qtool.quant.views import rotated, untied
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,13 @@ class QuantizeReport:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs, checked: nothing of it can be refused any more but for the weights themselves."""
+    """Everything that a run needs, checked: nothing of it can be refused any more but for the weights themselves.
+
+    `weights` is what is quantized: the `checkpoint`, or a view of it (untied, rotated).
+    """
 
     checkpoint: Checkpoint
+    weights: Weights
     structure: ModelStructure
     shapes: Mapping[str, tuple[int, int]]
     plan: QuantPlan
@@ -103,6 +108,7 @@ def prepare(
     scheme: QuantScheme | None = None,
     plan: QuantPlan | None = None,
     method: str = "gptq",
+    untie: bool = False,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     iters: int = DEFAULT_ITERS,
@@ -126,8 +132,11 @@ def prepare(
     if (scheme is None) == (plan is None):
         raise QtoolError("give either one scheme for all layers or a plan, not both and not neither")
     structure = structure_of(checkpoint.config)
+    weights = untied(checkpoint, structure) if untie else checkpoint
+    structure = structure_of(weights.config)
     shapes = linear_shapes(checkpoint)
     notes: dict[str, str] = {}
+    untied_bytes = 0 if weights is checkpoint else weights.tensor_bytes(f"{structure.head}.weight")
     if plan is None:
         assert scheme is not None
         plan, notes = uniform_plan(shapes, scheme)
@@ -163,17 +172,20 @@ def prepare(
         alpha=alpha,
         search=SearchSettings(iters=iters, seed=seed),
     )
-    return Job(checkpoint, structure, shapes, ordered, settings, out_format, format, _summarize(notes))
+    said = _summarize(notes)
+    if untied_bytes:
+        said = (*said, f"the head is untied from the embedding: {untied_bytes / 1e6:.1f} MB more in 16 bits")
+    if stages.rotate:
+        exact = {f"{name}.weight" for name, own in plan.layers.items() if own is not None}
+        weights = rotated(weights, structure, head_dim=settings.head_dim, seed=seed, exact=exact)
+    return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, said)
 
 
 def artifact_bytes(job: Job) -> int:
     """Bytes that the artifact will take on disk, from shapes alone; files copied along are counted."""
     planned = job.plan.num_bytes(job.shapes)
-    kept = 0
-    for name in _kept_names(job):
-        tensor = job.checkpoint.tensor(name)  # a memory map: nothing is read
-        kept += tensor.numel() * tensor.element_size()
-    extra = 256 * len(job.checkpoint.names())  # headers
+    kept = sum(job.weights.tensor_bytes(name) for name in _kept_names(job))
+    extra = 256 * len(job.weights.names())  # headers
     if job.format != "compressed-tensors":  # these store zero points and group indices always
         extra += sum(4 * cols + rows * cols // 32 for rows, cols in job.shapes.values())
     return planned + kept + extra + sum(p.stat().st_size for p in companion_files(job.checkpoint.folder))
@@ -182,9 +194,9 @@ def artifact_bytes(job: Job) -> int:
 def _kept_names(job: Job) -> list[str]:
     """Tensors that stay in 16 bits. A tied head that is stored all the same is left out."""
     replaced = {f"{name}.weight" for name, scheme in job.plan.layers.items() if scheme is not None}
-    if job.structure.tied_head and f"{job.structure.embed}.weight" in job.checkpoint:
+    if job.structure.tied_head and f"{job.structure.embed}.weight" in job.weights:
         replaced.add(f"{job.structure.head}.weight")
-    return [name for name in job.checkpoint.names() if name not in replaced]
+    return [name for name in job.weights.names() if name not in replaced]
 
 
 def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None:
@@ -205,7 +217,7 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
             if scheme is None:
                 continue
             started = time.perf_counter()
-            weight = job.checkpoint.tensor(f"{name}.weight").to(device, torch.float32)
+            weight = job.weights.tensor(f"{name}.weight").to(device, torch.float32)
             plain = rtn(weight, scheme, scale_dtype=job.settings.scale_dtype)
             chosen = plain
             if job.settings.grid != "minmax":
@@ -216,6 +228,7 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
                 measured="weight",
                 relative_error=weight_error(weight, chosen.dequantize()),
                 rtn_error=weight_error(weight, plain.dequantize()),
+                clipped=clipped_share(weight, chosen),
                 seconds=time.perf_counter() - started,
             )
         yield result
@@ -239,7 +252,7 @@ def _calibrated_blocks(
 ) -> Iterator[BlockResult]:
     """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
     stored = job.checkpoint.tensor(f"{job.structure.embed}.weight").dtype
-    walker = BlockWalker(job.checkpoint, calibration.tokens, device=device, compute=compute_dtype(stored, device))
+    walker = BlockWalker(job.weights, calibration.tokens, device=device, compute=compute_dtype(stored, device))
     outputs = (
         list(walker.states) if job.settings.stages.search else None
     )  # of the 16-bit model, after the blocks so far
@@ -279,6 +292,7 @@ def _record(
             "weight_bytes": job.checkpoint.num_bytes(),
         },
         "method": job.settings.method,
+        "untied": job.structure.tied_head != structure_of(job.checkpoint.config).tied_head,
         "grid": job.settings.grid,
         "damping": job.settings.damping if job.settings.stages.compensate else None,
         "alpha": job.settings.alpha if job.settings.stages.scale == "smoothquant" else None,
@@ -306,7 +320,7 @@ def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tenso
     prefix = f"{job.structure.block_name(index)}."
     for name in _kept_names(job):
         if name.startswith(prefix):
-            original = job.checkpoint.tensor(name)
+            original = job.weights.tensor(name)
             stored[name] = result.changed.get(name, original).to(original.dtype)
     for layer, weight in result.weights.items():
         stored.update(job.writer.tensors(layer, weight))
@@ -323,6 +337,7 @@ def quantize(
     calibration: CalibrationSet | None = None,
     device: str = "auto",
     seed: int = 0,
+    untie: bool = False,
     iters: int = DEFAULT_ITERS,
     alpha: float = ALPHA,
     grid: GridSearch | None = None,
@@ -339,8 +354,9 @@ def quantize(
             that were finished stay in the cache, and the same call goes on after them (quant/resume.py).
         scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
         plan: a scheme for each layer. One of the two.
-        method: stages joined by + (method.parse_method): awq or smoothquant, then rtn, gptq or rounding (GPTQ, then
-            the rounding search).
+        method: stages joined by + (method.parse_method): rotation, then awq or smoothquant, then rtn, gptq or rounding
+            (GPTQ, then the rounding search).
+        untie: store a head that is the embedding by itself; a rotation needs that.
         calibration: what all but rtn are calibrated on; None: 32 × 512 tokens of the Python standard library.
         device: auto, cpu, cuda or cuda:N.
         seed: of the default calibration set and of the rounding search; recorded.
@@ -367,6 +383,7 @@ def quantize(
             scheme=scheme,
             plan=plan,
             method=method,
+            untie=untie,
             grid=grid,
             format=format,
             iters=iters,
@@ -391,13 +408,9 @@ def quantize(
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
-            artifact.add(
-                {
-                    name: checkpoint.tensor(name)
-                    for name in _kept_names(job)
-                    if not name.startswith(f"{job.structure.blocks}.")
-                }
-            )
+            for name in _kept_names(job):
+                if not name.startswith(f"{job.structure.blocks}."):
+                    artifact.add({name: job.weights.tensor(name)})
             stage = f"quantize ({method})"
             try:
                 for index, result in enumerate(blocks):
@@ -409,7 +422,7 @@ def quantize(
                 if store is not None:
                     store.tell(job.structure.num_blocks)
                 raise
-            config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+            config = {k: v for k, v in job.weights.config.items() if k != "quantization_config"}
             section = job.writer.quantization_config(job.plan, job.structure.head)
             artifact.write_json("config.json", {**config, "quantization_config": section})
             artifact.copy(companion_files(folder))

@@ -63,7 +63,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(ShardWriter, "add", full)
     with (
-        pytest.raises(QtoolError, match="cannot be written .No space left on device.; is the disk full"),
+        pytest.raises(QtoolError, match=r"cannot be written .No space left on device.; is the disk full"),
         ArtifactWriter(tmp_path / "out") as artifact,
     ):
         artifact.add(TENSORS)

@@ -248,18 +248,24 @@ def _run_facts(job: Job, calibration: CalibrationSet, device: torch.device) -> d
 
 
 def _calibrated_blocks(
-    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore
+    job: Job, calibration: CalibrationSet, device: torch.device, store: BlockStore, activation_memory: int
 ) -> Iterator[BlockResult]:
     """Quantize every block on the activations of the quantized blocks before it; take those in `store` as they are."""
     stored = job.checkpoint.tensor(f"{job.structure.embed}.weight").dtype
-    walker = BlockWalker(job.weights, calibration.tokens, device=device, compute=compute_dtype(stored, device))
-    outputs = (
-        list(walker.states) if job.settings.stages.search else None
-    )  # of the 16-bit model, after the blocks so far
+    search = job.settings.stages.search
+    walker = BlockWalker(
+        job.weights,
+        calibration.tokens,
+        device=device,
+        compute=compute_dtype(stored, device),
+        activation_memory=activation_memory // 2 if search else activation_memory,
+    )
+    outputs = walker.states.copy() if search else None  # of the 16-bit model, after the blocks so far
     for block in walker:
         if outputs is not None:
             with torch.no_grad():
-                outputs = [block.run(states) for states in outputs]
+                for i, states in enumerate(outputs):
+                    outputs[i] = block.run(states)
         result = store.load(block.index, device)
         if result is not None:
             restore(block, result)
@@ -267,6 +273,15 @@ def _calibrated_blocks(
             result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, outputs)
             store.save(block.index, result)
         yield result
+
+
+def default_activation_memory(device: torch.device) -> int:
+    """How many bytes of hidden states may stay on `device`: on a CPU little, since files that are read again and again
+    lie in free memory anyway; on a GPU a quarter of it.
+    """
+    if device.type == "cpu":
+        return 256 << 20
+    return torch.cuda.get_device_properties(device).total_memory // 4
 
 
 def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
@@ -342,6 +357,7 @@ def quantize(
     alpha: float = ALPHA,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
+    activation_memory: int | None = None,
     overwrite: bool = False,
     source: str | None = None,
     progress: ProgressFn = silent,
@@ -364,6 +380,8 @@ def quantize(
         alpha: SmoothQuant's: 0 leaves weights as they are, 1 makes all activations alike.
         grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
         format: compressed-tensors, or gptq or awq for uniform plans.
+        activation_memory: bytes of hidden states past which they lie on the disk of the cache; None: 256 MiB on a CPU,
+            a quarter of a GPU's memory.
         source: what qtool.json names as the model; None: `model` as given.
         overwrite: replace `out` where it exists; the old folder goes when the new one is complete.
 
@@ -404,7 +422,8 @@ def quantize(
         else:
             if len(store):
                 log.info("an earlier run was cut short: going on after block %d", len(store))
-            blocks = _calibrated_blocks(job, calibration, on, store)
+            limit = default_activation_memory(on) if activation_memory is None else activation_memory
+            blocks = _calibrated_blocks(job, calibration, on, store, limit)
         notes = [*job.notes, *(() if calibration is None else calibration.notes)]
         layers: dict[str, LayerRecord] = {}
         with ArtifactWriter(target, overwrite=overwrite) as artifact:

@@ -72,12 +72,16 @@ def command(
         str,
         typer.Option(
             "--method",
-            help="Stages joined by +, in this order: awq or smoothquant (for --a-bit 8); rtn, gptq or rounding.",
+            help="Stages joined by +, in this order: rotation; awq or smoothquant (with --a-bit 8); rtn, gptq or "
+            "rounding.",
         ),
     ] = "gptq",
     iters: Annotated[
         int, typer.Option("--iters", help="Steps of the rounding search in each block (methods with rounding).")
     ] = 50,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Store a head that is the embedding by itself; rotation needs that.")
+    ] = False,
     alpha: Annotated[
         float, typer.Option("--alpha", help="SmoothQuant: 0 leaves weights as they are, 1 makes activations all alike.")
     ] = 0.5,
@@ -160,10 +164,12 @@ def command(
                 scheme=uniform,
                 plan=layer_plan,
                 method=method,
+                untie=untie,
                 grid=chosen_grid,
                 format=chosen_format,
                 iters=iters,
                 alpha=alpha,
+                seed=seed,
             )
         for note in job.notes:
             reporter.say(note)
@@ -178,6 +184,7 @@ def command(
             scheme=uniform,
             plan=layer_plan,
             method=method,
+            untie=untie,
             calibration=calibration,
             device=device,
             seed=seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -58,6 +58,26 @@ def _weight_files(folder: Path) -> list[Path]:
     return single
 
 
+class Weights(Protocol):
+    """What a checkpoint and every view of one (quant/views.py) offer; Checkpoint says what each does."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def tensor_bytes(self, name: str) -> int: ...
+
+
 class Checkpoint:
     """The tensors of a model folder by name, read on demand, each through a memory map of its own.
 
@@ -100,6 +120,10 @@ class Checkpoint:
         with safe_open(self._find(name)[0], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of one tensor, which is not read. Raises QtoolError where there is none of that name."""
+        return self.tensor(name).nbytes
 
     def num_bytes(self) -> int:
         """Bytes of the weight files on disk."""

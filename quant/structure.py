@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.checkpoint import Weights
 from qtool.quant.errors import QtoolError
 
 
@@ -39,6 +39,8 @@ class ModelStructure:
         embed, norm, head: module names of token embedding, final norm and output projection.
         tied_head: the head's weight is the embedding's, stored once.
         norm_offset: what a norm adds to its weight before it multiplies (1.0 where it multiplies by 1 + w).
+        residual_writers: members whose outputs are added to the residual stream as they are.
+        values, attention_output: the members between which attention mixes tokens alone, head by head.
     """
 
     model_type: str
@@ -50,6 +52,9 @@ class ModelStructure:
     head: str
     tied_head: bool
     norm_offset: float
+    residual_writers: tuple[str, ...]
+    values: str
+    attention_output: str
 
     def block_name(self, index: int) -> str:
         return f"{self.blocks}.{index}"
@@ -92,6 +97,9 @@ def structure_of(config: Mapping[str, Any]) -> ModelStructure:
         head="lm_head",
         tied_head=bool(config.get("tie_word_embeddings", False)),
         norm_offset=0.0,
+        residual_writers=("self_attn.o_proj", "mlp.down_proj"),
+        values="self_attn.v_proj",
+        attention_output="self_attn.o_proj",
     )
 
 
@@ -112,7 +120,7 @@ def _block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+def linear_shapes(checkpoint: Weights) -> dict[str, tuple[int, int]]:
     """Full name → (rows, cols) of every linear of the blocks, in model order; the head is not among them.
 
     Shapes follow from the config, so that quantized checkpoints have them too; 16-bit weights are checked against it.

@@ -36,9 +36,14 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         QtoolError: the file cannot be written (a full disk, say); nothing is left of it.
     """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As write_text, for what is no text."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
         raise QtoolError(f"{path}: cannot be written ({error.strerror or error})") from None

@@ -135,6 +135,21 @@ def describe(sensitivity: Sensitivity, names: Sequence[str], latency: Latency | 
     )
 
 
+def size_range(
+    sensitivity: Sensitivity, keep: Sequence[Keep] = (), latency: Latency | None = None
+) -> tuple[float, float]:
+    """Bytes of the linears (milliseconds where `latency` is given) of the least plan, and of the most precise one."""
+    options = _options(sensitivity, keep)
+
+    def cost(group: GroupSensitivity, scheme: str) -> float:
+        return sensitivity.group_bytes(group, scheme) if latency is None else latency[group.name][scheme]
+
+    pairs = list(zip(sensitivity.groups, options, strict=True))
+    smallest = [min(cost(g, s) for s in o) for g, o in pairs]
+    precise = [min((damage, cost(g, s)) for s, damage in o.items())[1] for g, o in pairs]
+    return math.fsum(smallest), math.fsum(precise)
+
+
 def uniform_allocations(sensitivity: Sensitivity, latency: Latency | None = None) -> dict[str, Allocation]:
     """Scheme name → the plan that gives it to every group (its group size fitted where it does not divide)."""
     found: dict[str, Allocation] = {}

@@ -22,6 +22,7 @@ UNITS = {
     "output": "squared relative error of the group's output",
     "weight": "squared relative error of the group's weights",
 }
+KL_METRICS = ("fisher", "kl")  # whose damage is a KL divergence in nats
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ def _row(table: Table, limit: float) -> LinearConstraint:
     """Σ values ≤ limit, scaled: whole numbers to the smallest whole numbers, others so that the limit is large."""
     values = _flat(table)
     if _whole(table):
-        unit = math.gcd(*(int(value) for value in values)) or 1
-        return LinearConstraint((values / unit)[None], -np.inf, math.floor(limit) // unit)
+        divisor = math.gcd(*(int(value) for value in values)) or 1
+        return LinearConstraint((values / divisor)[None], -np.inf, math.floor(limit) // divisor)
     unit = max(abs(limit), float(np.abs(values).max()) / _LIMIT_SPAN) / _LIMIT_SPAN or 1.0
     return LinearConstraint((values / unit)[None], -np.inf, limit / unit)
 

@@ -1,0 +1,175 @@
+"""Joint measurements and expansions against the whole model in transformers; the correction against closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qtool.quant.algorithms.rtn import rtn
+from qtool.quant.calibration import BlockWalker, CalibrationSet
+from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.scheme import QuantPlan, scheme_name
+from qtool.quant.structure import linear_shapes
+from qtool.sensitivity.allocate import Limits, allocate, describe
+from qtool.sensitivity.candidates import candidate_groups, parse_candidates
+from qtool.sensitivity.fisher import expand
+from qtool.sensitivity.frontier import frontier
+from qtool.sensitivity.probe import analyze
+from qtool.sensitivity.record import Sensitivity
+from qtool.sensitivity.verify import check, correct_curve, fit_correction, joint_kl, misses
+
+CPU = torch.device("cpu")
+SCHEMES = ("fp16", "w8", "w4g32")
+TOKENS = torch.randint(1, 257, (6, 40), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Any) -> Path:
+    made: Path = tiny_model("llama")
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Sensitivity:
+    calibration = CalibrationSet(TOKENS, "random tokens", "c" * 64)
+    return analyze(folder, schemes=SCHEMES, metric="fisher", calibration=calibration, device="cpu")
+
+
+@torch.no_grad()
+def whole_kl(folder: Path, plan: QuantPlan) -> float:
+    """KL of the whole model in float64, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    log_p = model(TOKENS).logits.log_softmax(-1)
+    for name, scheme in plan.layers.items():
+        if scheme is not None:
+            weight = model.get_submodule(name).weight
+            weight.copy_(rtn(weight.float(), scheme, search="signed").dequantize())
+    log_q = model(TOKENS).logits.log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def test_joint_kl_is_that_of_the_whole_model(folder: Path, found: Sensitivity) -> None:
+    names = [["fp16"] * 8, ["w8"] * 8, ["w4g32"] * 8, ["w8", "w4g32", "fp16", "w4g32"] * 2]
+    plans = [describe(found, n).plan for n in names]
+    with Checkpoint(folder) as checkpoint:
+        got = joint_kl(checkpoint, TOKENS, plans, device=CPU)
+    assert got[0] == 0
+    for plan, kl in zip(plans[1:], got[1:], strict=True):
+        assert kl == pytest.approx(whole_kl(folder, plan), rel=1e-3, abs=1e-7)
+
+
+def test_an_expansion_around_a_plan_predicts_what_a_swap_does(folder: Path, found: Sensitivity) -> None:
+    """Around w4g32 everywhere: taking one group to 16 or 8 bits, against measuring each such plan."""
+    around = describe(found, ["w4g32"] * 8)
+    with Checkpoint(folder) as checkpoint:
+        base = BlockWalker(checkpoint, TOKENS, device=CPU)
+        for _ in base:
+            pass
+        walker = BlockWalker(checkpoint, TOKENS, device=CPU)
+        groups = candidate_groups(walker.structure, linear_shapes(checkpoint), parse_candidates(SCHEMES))
+        change = expand(walker, groups, around.plan, lambda *_: None, base=base.states)
+    before = whole_kl(folder, around.plan)
+    predicted, measured = [], []
+    for i, group in enumerate(found.groups):
+        assert set(change[group.name]) == set(SCHEMES)
+        assert change[group.name]["w4g32"] == pytest.approx(0, abs=1e-9)
+        for scheme in ("fp16", "w8"):
+            names = ["w4g32"] * 8
+            names[i] = scheme
+            predicted.append(change[group.name][scheme])
+            measured.append(whole_kl(folder, describe(found, names).plan) - before)
+    assert np.corrcoef(predicted, measured)[0, 1] > 0.9
+    assert np.allclose(predicted, measured, rtol=0.4, atol=0.1 * np.abs(measured).max())
+
+
+def test_a_power_law_is_found_again() -> None:
+    points = [(d, 1.3 * d**1.1) for d in (0.01, 0.03, 0.1, 0.3)]
+    got = fit_correction(points)
+    assert (got.scale, got.exponent) == pytest.approx((1.3, 1.1))
+    assert got.kl(0.05) == pytest.approx(1.3 * 0.05**1.1)
+    assert got.damage(got.kl(0.07)) == pytest.approx(0.07)
+    assert got.kl(0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("points", "scale", "exponent"),
+    [
+        ([], 1, 1),
+        ([(0.0, 0.0)], 1, 1),
+        ([(0.2, 0.3)], 1.5, 1),  # a scale alone
+        ([(0.2, 0.3), (0.2, 0.3)], 1.5, 1),
+        ([(0.1, 0.2), (0.2, 0.1)], 1, 1),  # falling: noise
+    ],
+)
+def test_what_points_do_not_determine_stays_one(
+    points: list[tuple[float, float]], scale: float, exponent: float
+) -> None:
+    got = fit_correction(points)
+    assert (got.scale, got.exponent) == pytest.approx((scale, exponent))
+
+
+def law(found: Sensitivity, measured: list[QuantPlan]) -> Any:
+    """A measurement that follows 1.4 · damage^1.2 exactly, and notes what was measured."""
+
+    def measure(plans: Any) -> list[float]:
+        measured.extend(plans)
+        names = [[scheme_name(p[g.members[0]]) for g in found.groups] for p in plans]
+        return [float(1.4 * describe(found, n).damage ** 1.2) for n in names]
+
+    return measure
+
+
+def test_a_prediction_that_misses_is_corrected(found: Sensitivity) -> None:
+    measured: list[QuantPlan] = []
+    got = check(found, Limits(avg_bits=6), law(found, measured))
+    assert got.allocation == allocate(found, Limits(avg_bits=6))
+    assert misses(got.allocation.damage, got.measured)
+    assert got.predicted == pytest.approx(got.measured, rel=1e-6)
+    assert got.allocation.damage not in [d for d, _ in got.correction.points]  # it was predicted, not fitted
+    assert len(measured) == len(got.measurements) == 1 + len(got.correction.points)
+
+
+def test_a_prediction_that_holds_is_left_alone(found: Sensitivity) -> None:
+    got = check(found, Limits(avg_bits=6), lambda plans: [1.05 * allocate(found, Limits(avg_bits=6)).damage])
+    assert not got.correction.points
+    assert got.predicted == got.allocation.damage
+
+
+def test_max_kl_is_solved_again_under_the_corrected_limit(found: Sensitivity) -> None:
+    damages = sorted(p.damage for p in frontier(found) if p.damage > 0)
+    goal = 1.4 * damages[len(damages) // 2] ** 1.2 * 1.001
+    got = check(found, Limits(max_damage=goal), law(found, []))
+    want = allocate(found, Limits(max_damage=(goal / 1.4) ** (1 / 1.2)))
+    assert got.allocation == want
+    assert got.measured <= goal
+    assert got.predicted == pytest.approx(got.measured, rel=1e-6)
+
+
+def test_the_frontier_is_exact_ascending_and_corrected(found: Sensitivity) -> None:
+    curve = frontier(found, points=9)
+    assert len(curve) >= 3
+    sizes = [p.linear_bytes for p in curve]
+    damages = [p.damage for p in curve]
+    assert sizes == sorted(sizes)
+    assert damages == sorted(damages, reverse=True)
+    assert sizes[0] == describe(found, ["w4g32"] * 8).linear_bytes
+    assert damages[-1] == 0  # 16 bits everywhere
+    for plan in curve:
+        assert plan == allocate(found, Limits(max_bytes=plan.total_bytes))
+    correction = correct_curve(curve, law(found, []))
+    assert (correction.scale, correction.exponent) == pytest.approx((1.4, 1.2))
+    assert correction.points[0][0] == damages[0]
+
+
+def test_the_frontier_of_time(found: Sensitivity) -> None:
+    latency = {g.name: {"fp16": 4.0, "w8": 3.0, "w4g32": 1.0} for g in found.groups}
+    curve = frontier(found, latency=latency, points=7)
+    times = [p.latency_ms or 0.0 for p in curve]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (8.0, 32.0)
+    assert curve[-1].damage == 0

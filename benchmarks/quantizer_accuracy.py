@@ -1,7 +1,8 @@
 """Perplexity and KL divergence of quantized artifacts against their 16-bit model, in float32 by plain transformers.
 
 Each run quantizes the model through qtool.quant.pipeline, reads the artifact back, puts its dequantized weights into
-transformers' model, and evaluates non-overlapping windows of the text. For example:
+transformers' model (which rounds activations too, where the scheme says so), and evaluates non-overlapping windows of
+the text. For example:
 
     python benchmarks/quantizer_accuracy.py --model smollm2-135m --calibration calib.jsonl --evaluation test.txt \
         --run rtn:w4g64 --run gptq:w4g64 --run awq:w4g64 --run rtn:w8
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qtool.quant.calibration import calibration_set
 from qtool.quant.checkpoint import Checkpoint
@@ -41,24 +42,29 @@ def round_input(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return ((args[0] / scale).round_().clamp_(-128, 127).nan_to_num_() * scale,)
 
 
-def load_artifact(model: Any, folder: Path) -> None:
-    """Put an artifact's weights, dequantized in float32, into the 16-bit model's transformers module.
+def artifact_model(folder: Path) -> Any:
+    """transformers' float32 model of an artifact, with its weights dequantized by qtool.
 
     The inputs of layers whose scheme says so are rounded to 8 bits, one scale a token.
     """
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with Checkpoint(folder) as checkpoint:
         reader = open_reader(checkpoint)
         assert reader is not None
         state = {name: checkpoint.tensor(name).float() for name in model.state_dict() if name in checkpoint}
         for layer in linear_shapes(checkpoint):
-            module = model.get_submodule(layer)
-            module._forward_pre_hooks.clear()  # of the artifact before this one
             scheme = reader.scheme(layer)
-            if scheme is not None:
-                state[f"{layer}.weight"] = reader.read(layer).dequantize()
-                if scheme.act_bits:
-                    module.register_forward_pre_hook(round_input)
-        model.load_state_dict(state, strict=False)
+            if scheme is None:
+                continue
+            state[f"{layer}.weight"] = reader.read(layer).dequantize()
+            if scheme.act_bits:
+                model.get_submodule(layer).register_forward_pre_hook(round_input)
+        missing, _ = model.load_state_dict(state, strict=False)
+    if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise SystemExit(f"{folder}: lacks {missing}")
+    return model
 
 
 @torch.no_grad()
@@ -90,6 +96,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="calibration text; default: the Python standard library")
     parser.add_argument("--evaluation", type=Path, required=True, help="plain text")
     parser.add_argument("--run", action="append", required=True, metavar="METHOD:SCHEME[:GRID]")
+    parser.add_argument("--untie", action="store_true", help="store a tied head by itself (rotation needs it)")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window-length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=32)
@@ -105,8 +112,8 @@ def main() -> None:
         folder, data=args.calibration, num_sequences=args.samples, seq_len=args.seq_len, seed=0
     )
     args.work.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if not (args.work / f"window{args.windows - 1}.pt").is_file():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         print(json.dumps({"run": "16-bit", **evaluate(model, data, args.work, write=True)}), flush=True)
     for run in args.run:
         method, scheme, *grid = run.split(":")
@@ -118,12 +125,12 @@ def main() -> None:
             scheme=QuantScheme.parse(scheme),
             method=method,
             calibration=calibration,
+            untie=args.untie,
             grid=grid[0] if grid else None,
             overwrite=True,
         )
         seconds = time.perf_counter() - started
-        load_artifact(model, out)
-        scores = evaluate(model, data, args.work)
+        scores = evaluate(artifact_model(out), data, args.work)
         print(json.dumps({"run": run, "bits": report.average_bits, "seconds": seconds, **scores}), flush=True)
 
 

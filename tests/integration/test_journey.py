@@ -58,9 +58,24 @@ def test_the_whole_path(tiny_model: Any, text: Path, tmp_path: Path, capsys: pyt
     assert Path(failed["report"]).read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "rounding", "awq+gptq", "awq+rounding"])
+W4 = ("--group", "32")
+W8A8 = ("--w-bit", "8", "--a-bit", "8")
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [
+        *((m, W4) for m in ("rtn", "gptq", "awq", "rounding", "awq+gptq", "awq+rounding", "rotation+rounding")),
+        *((m, W8A8) for m in ("rtn", "smoothquant", "smoothquant+gptq")),
+    ],
+)
 def test_transformers_and_the_runtime_read_the_same_model(
-    tiny_model: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+    tiny_model: Any,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    scheme: tuple[str, ...],
 ) -> None:
     """The artifact in plain transformers with compressed-tensors, against the runtime: cosine of the logits."""
     pytest.importorskip("compressed_tensors")
@@ -72,8 +87,7 @@ def test_transformers_and_the_runtime_read_the_same_model(
         capsys,
         "quantize",
         model,
-        "--group",
-        "32",
+        *scheme,
         "--method",
         method,
         "--out",
@@ -88,7 +102,9 @@ def test_transformers_and_the_runtime_read_the_same_model(
     ids = list(range(1, 60))
     theirs = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     (ours,) = LLM(artifact, dtype="float32").prompt_logits([ids])
-    assert torch.nn.functional.cosine_similarity(ours, theirs.float(), dim=-1).min() >= 0.9999
+    # with 8-bit activations, sums in another order take some of them over a half, to the next code
+    alike = 0.9999 if scheme == W4 else 0.999
+    assert torch.nn.functional.cosine_similarity(ours, theirs.float(), dim=-1).min() >= alike
 
 
 def test_an_interrupted_quantization_leaves_nothing(tiny_model: Any, text: Path, tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from qtool.quant.numerics import check_finite
 from qtool.quant.scheme import QuantScheme, fit_group, parse_scheme
 from qtool.quant.structure import ModelStructure
 
-DEFAULT_SCHEMES = ("fp16", "w8", "w4g64")
+DEFAULT_SCHEMES = ("fp16", "w8", "w4g128", "w4g64", "w4g32")
+
+Damage = dict[str, dict[str, float]]
+"""Group name → scheme name → damage."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,16 @@ from qtool.quant.pipeline import check_weights
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import FLOAT, QuantScheme
 from qtool.quant.structure import linear_shapes
-from qtool.sensitivity.candidates import DEFAULT_SCHEMES, Group, candidate_groups, fake_quantize, parse_candidates
-from qtool.sensitivity.fisher import Damage, fisher_damage
+from qtool.sensitivity.candidates import (
+    DEFAULT_SCHEMES,
+    Damage,
+    Group,
+    candidate_groups,
+    fake_quantize,
+    parse_candidates,
+)
+from qtool.sensitivity.divergence import mean_kl
+from qtool.sensitivity.fisher import fisher_damage
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
 NUM_SEQUENCES, SEQ_LEN = 16, 512
@@ -69,13 +77,13 @@ def analyze(
             calibration = calibration_set(folder, data=None, num_sequences=NUM_SEQUENCES, seq_len=SEQ_LEN, seed=0)
         walker = BlockWalker(checkpoint, calibration.tokens, device=place, batch_tokens=1024)
         groups = candidate_groups(walker.structure, shapes, candidates)
-        measure: dict[str, Callable[[BlockWalker, list[Group], ProgressFn], Damage]] = {
+        measure: dict[str, Callable[[BlockWalker, list[Group], ProgressFn], tuple[Damage, float]]] = {
             "fisher": fisher_damage,
             "kl": kl_damage,
             "output": output_damage,
             "weight": weight_damage,
         }
-        damage = measure[metric](walker, groups, progress)
+        damage, passes = measure[metric](walker, groups, progress)
         for group in groups:
             if not all(math.isfinite(value) for value in damage[group.name].values()):
                 raise QtoolError(f"{group.name}: its damage is no finite number: the model's activations overflow")
@@ -89,6 +97,7 @@ def analyze(
                 "seq_len": calibration.tokens.shape[1],
                 "fingerprint": calibration.fingerprint,
             },
+            forward_passes=passes,
             shapes=shapes,
             weight_error=_weight_errors(checkpoint, groups, place, progress),
             other_bytes=_other_bytes(checkpoint, walker),
@@ -121,7 +130,7 @@ def _other_bytes(checkpoint: Checkpoint, walker: BlockWalker) -> int:
     return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names() if name not in planned)
 
 
-def weight_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+def weight_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> tuple[Damage, float]:
     """‖ΔW‖² / ‖W‖² over the members of each group."""
     damage: Damage = {}
     for done, group in enumerate(groups, start=1):
@@ -132,10 +141,10 @@ def weight_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn
             for s in group.schemes
         }
         progress("probe (weight)", done, len(groups))
-    return damage
+    return damage, 0.0
 
 
-def output_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+def output_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> tuple[Damage, float]:
     """‖X ΔWᵀ‖² / ‖X Wᵀ‖² over the members of each group, from the Gram matrix XᵀX of its real inputs."""
     damage: Damage = {}
     for block in walker:
@@ -156,7 +165,7 @@ def output_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn
                 for s in group.schemes
             }
         progress("probe (output)", block.index + 1, len(walker))
-    return damage
+    return damage, 2.0  # once to see the inputs, once to walk on
 
 
 def _energy(weight: Tensor, gram: Tensor) -> float:
@@ -164,20 +173,18 @@ def _energy(weight: Tensor, gram: Tensor) -> float:
     return float(((weight @ gram) * weight).sum())
 
 
-def kl_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> Damage:
+def kl_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) -> tuple[Damage, float]:
     """KL(original ‖ one group quantized), mean over tokens, measured at the logits.
 
     The inputs of every block are kept, so that a variant of block i starts there; all variants of one block walk on
-    together, so that each later block is read once for all of them. Memory: the logits and, for each block, the hidden
-    states of all samples.
+    together, so that each later block is read once for all of them. Memory: for each block, and for each variant of
+    one, the hidden states of all samples.
     """
     prefix = [list(block.inputs) for block in walker]
     head = walker.head()
-    with torch.no_grad():
-        base = [head(states).log_softmax(-1) for states in walker.states]
     damage: Damage = {group.name: {} for group in groups}
     num_variants = sum(len(g.schemes) for g in groups)
-    done = 0
+    block_runs, done = len(walker), 0
     for index, inputs in enumerate(prefix):
         variants = [(g, s) for g in groups if g.block == index for s in g.schemes]
         block = walker.block(index, inputs)
@@ -186,11 +193,12 @@ def kl_damage(walker: BlockWalker, groups: list[Group], progress: ProgressFn) ->
             block = walker.block(later, [])
             with torch.no_grad():
                 states = [[block.run(x) for x in batches] for batches in states]
-        for (group, scheme), batches in zip(variants, states, strict=True):
-            damage[group.name][scheme.name] = _mean_kl(head, base, batches)
-            done += 1
-            progress("probe (kl)", done, num_variants)
-    return damage
+        block_runs += len(variants) * (len(walker) - index)
+        for (group, scheme), kl in zip(variants, mean_kl(head, walker.states, states), strict=True):
+            damage[group.name][scheme.name] = kl
+        done += len(variants)
+        progress("probe (kl)", done, num_variants)
+    return damage, block_runs / len(walker)
 
 
 def _run_quantized(block: Block, group: Group, scheme: QuantScheme) -> list[Tensor]:
@@ -204,13 +212,3 @@ def _run_quantized(block: Block, group: Group, scheme: QuantScheme) -> list[Tens
     finally:
         for name, weight in originals.items():
             block.linears[name].weight.data = weight
-
-
-def _mean_kl(head: torch.nn.Module, base: list[Tensor], batches: list[Tensor]) -> float:
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for log_p, states in zip(base, batches, strict=True):
-            log_q = head(states).log_softmax(-1)
-            total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
-            count += log_p.shape[0] * log_p.shape[1]
-    return max(0.0, total / count)

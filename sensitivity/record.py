@@ -14,7 +14,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import layer_bytes, parse_scheme
 from qtool.quant.textfile import read_json
 
-FORMAT = 1
+FORMAT = 2
 
 UNITS = {
     "fisher": "predicted KL divergence of the logits, nats per token",
@@ -52,6 +52,7 @@ class Sensitivity:
         fingerprint: of the checkpoint (quant.fingerprint).
         metric: a key of UNITS.
         calibration: source, number and length of sequences, fingerprint.
+        forward_passes: what the probe cost, in passes of all samples through all blocks, quantizing apart.
         shapes: layer → (rows, cols), every linear of the blocks.
         weight_error: layer → scheme name → ‖W − Q‖ / ‖W‖.
         other_bytes: true bytes of all other weights (embedding, norms, biases, head; a tied head counts once).
@@ -62,6 +63,7 @@ class Sensitivity:
     fingerprint: str
     metric: str
     calibration: Mapping[str, Any]
+    forward_passes: float
     shapes: Mapping[str, tuple[int, int]]
     weight_error: Mapping[str, Mapping[str, float]]
     other_bytes: int
@@ -80,6 +82,7 @@ class Sensitivity:
             "metric": self.metric,
             "unit": UNITS[self.metric],
             "calibration": dict(self.calibration),
+            "forward_passes": self.forward_passes,
             "other_bytes": self.other_bytes,
             "groups": [
                 {"name": g.name, "block": g.block, "kind": g.kind, "members": list(g.members), "damage": dict(g.damage)}
@@ -106,6 +109,7 @@ class Sensitivity:
                 fingerprint=document["fingerprint"],
                 metric=document["metric"],
                 calibration=document["calibration"],
+                forward_passes=float(document["forward_passes"]),
                 shapes={name: (int(v["shape"][0]), int(v["shape"][1])) for name, v in document["layers"].items()},
                 weight_error={name: v["weight_error"] for name, v in document["layers"].items()},
                 other_bytes=int(document["other_bytes"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantPlan, QuantScheme
 from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate
 from qtool.sensitivity.candidates import fake_quantize
+from qtool.sensitivity.divergence import mean_kl
 from qtool.sensitivity.record import Sensitivity
 
 BATCH_TOKENS = 1024
@@ -105,8 +106,7 @@ def joint_kl(
         for name, weight in originals.items():
             block.linears[name].weight.data = weight
         progress(f"measure {len(plans)} plans", block.index + 1, len(walker))
-    head = walker.head()
-    return [mean_kl(head, walker.states, batches) for batches in states]
+    return mean_kl(walker.head(), walker.states, states)
 
 
 @torch.no_grad()
@@ -114,18 +114,6 @@ def run_all(block: Block, batches: list[Tensor]) -> None:
     """Replace every batch by the block's output for it."""
     for i, states in enumerate(batches):
         batches[i] = block.run(states)
-
-
-@torch.no_grad()
-def mean_kl(head: nn.Module, base: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """KL(base ‖ other) in nats, mean over tokens, from final hidden states [b, seq, hidden]; never below zero."""
-    total, count = 0.0, 0
-    for one, two in zip(base, other, strict=True):
-        for a, b in zip(one, two, strict=True):
-            log_p, log_q = head(a).log_softmax(-1), head(b).log_softmax(-1)
-            total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
-            count += len(log_p)
-    return max(0.0, total / count)
 
 
 Measure = Callable[[Sequence[QuantPlan]], list[float]]

@@ -17,6 +17,7 @@ FOUND = Sensitivity(
     fingerprint="ab" * 32,
     metric="weight",
     calibration={"source": "text", "num_sequences": 1, "seq_len": 8, "fingerprint": "0"},
+    forward_passes=0.0,
     shapes={"model.layers.0.o": (64, 64)},
     weight_error={"model.layers.0.o": {"w8": 0.01}},
     other_bytes=100,

@@ -5,19 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.calibration import BlockWalker, CalibrationSet
+from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.scheme import QuantPlan, scheme_name
-from qtool.quant.structure import linear_shapes
 from qtool.sensitivity.allocate import Limits, allocate, describe
-from qtool.sensitivity.candidates import candidate_groups, parse_candidates
-from qtool.sensitivity.fisher import expand
 from qtool.sensitivity.frontier import frontier
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
@@ -61,30 +57,6 @@ def test_joint_kl_is_that_of_the_whole_model(folder: Path, found: Sensitivity) -
     assert got[0] == 0
     for plan, kl in zip(plans[1:], got[1:], strict=True):
         assert kl == pytest.approx(whole_kl(folder, plan), rel=1e-3, abs=1e-7)
-
-
-def test_an_expansion_around_a_plan_predicts_what_a_swap_does(folder: Path, found: Sensitivity) -> None:
-    """Around w4g32 everywhere: taking one group to 16 or 8 bits, against measuring each such plan."""
-    around = describe(found, ["w4g32"] * 8)
-    with Checkpoint(folder) as checkpoint:
-        base = BlockWalker(checkpoint, TOKENS, device=CPU)
-        for _ in base:
-            pass
-        walker = BlockWalker(checkpoint, TOKENS, device=CPU)
-        groups = candidate_groups(walker.structure, linear_shapes(checkpoint), parse_candidates(SCHEMES))
-        change = expand(walker, groups, around.plan, lambda *_: None, base=base.states)
-    before = whole_kl(folder, around.plan)
-    predicted, measured = [], []
-    for i, group in enumerate(found.groups):
-        assert set(change[group.name]) == set(SCHEMES)
-        assert change[group.name]["w4g32"] == pytest.approx(0, abs=1e-9)
-        for scheme in ("fp16", "w8"):
-            names = ["w4g32"] * 8
-            names[i] = scheme
-            predicted.append(change[group.name][scheme])
-            measured.append(whole_kl(folder, describe(found, names).plan) - before)
-    assert np.corrcoef(predicted, measured)[0, 1] > 0.9
-    assert np.allclose(predicted, measured, rtol=0.4, atol=0.1 * np.abs(measured).max())
 
 
 def test_a_power_law_is_found_again() -> None:

@@ -79,6 +79,9 @@ def command(
     iters: Annotated[
         int, typer.Option("--iters", help="Steps of the rounding search in each block (methods with rounding).")
     ] = 50,
+    head: Annotated[
+        str | None, typer.Option("--head", help="Scheme of the output projection, e.g. w8; default: 16 bits.")
+    ] = None,
     untie: Annotated[
         bool, typer.Option("--untie", help="Store a head that is the embedding by itself; rotation needs that.")
     ] = False,
@@ -120,7 +123,7 @@ def command(
     from qtool.quant.hub import resolve_model
     from qtool.quant.pipeline import prepare, quantize
     from qtool.quant.planfile import read_plan
-    from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme
+    from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme, parse_scheme
 
     reporter = Reporter(quiet, json_result)
     if group is None:
@@ -146,6 +149,7 @@ def command(
         )
         return
     scheme = QuantScheme(bits, group, symmetric, act_bits)
+    head_scheme = None if head is None else parse_scheme(head)
     plan_file = None if plan is None else read_plan(plan)
     layer_plan = None if plan_file is None else plan_file.plan
     target = out or default_out(model, layer_plan, scheme.name, method)
@@ -163,6 +167,7 @@ def command(
                 checkpoint,
                 scheme=uniform,
                 plan=layer_plan,
+                head=head_scheme,
                 method=method,
                 untie=untie,
                 grid=chosen_grid,
@@ -183,6 +188,7 @@ def command(
             target,
             scheme=uniform,
             plan=layer_plan,
+            head=head_scheme,
             method=method,
             untie=untie,
             calibration=calibration,

@@ -33,6 +33,7 @@ from qtool.quant.resume import BlockStore, restore, run_key
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
 from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
 from qtool.quant.views import rotated, untied
+from qtool.quant.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ def prepare(
     *,
     scheme: QuantScheme | None = None,
     plan: QuantPlan | None = None,
+    head: QuantScheme | None = None,
     method: str = "gptq",
     untie: bool = False,
     grid: GridSearch | None = None,
@@ -140,6 +142,10 @@ def prepare(
     if plan is None:
         assert scheme is not None
         plan, notes = uniform_plan(shapes, scheme)
+    if head is not None:
+        plan = QuantPlan({**plan.layers, structure.head: head})
+    if check_head(plan, structure, format):
+        shapes[structure.head] = _head_shape(weights, structure)
     check_covers(plan, shapes)
     for names in fused_groups(structure):
         if len({plan[name] for name in names}) > 1:
@@ -181,6 +187,31 @@ def prepare(
     return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, said)
 
 
+def check_head(plan: QuantPlan, structure: ModelStructure, format: str) -> bool:
+    """Whether `plan` says something of the head.
+
+    Raises:
+        QtoolError: it quantizes the embedding, a head that is the embedding, or a head in a format that cannot say so.
+    """
+    if plan.layers.get(structure.embed) is not None:
+        raise QtoolError(f"the plan quantizes {structure.embed}: an embedding is looked up, not multiplied, and stays")
+    scheme = plan.layers.get(structure.head)
+    if scheme is not None and structure.tied_head:
+        raise QtoolError(
+            f"the plan quantizes {structure.head}, which is the embedding itself: pass --untie to store the head by "
+            "itself, or leave it in 16 bits"
+        )
+    if scheme is not None and format != "compressed-tensors":
+        raise QtoolError(f"a quantized head ({structure.head}) is not written in the {format} format")
+    return structure.head in plan.layers
+
+
+def _head_shape(weights: Weights, structure: ModelStructure) -> tuple[int, int]:
+    tied = structure.tied_head and f"{structure.head}.weight" not in weights
+    rows, cols = weights.shape(f"{structure.embed if tied else structure.head}.weight")
+    return rows, cols
+
+
 def artifact_bytes(job: Job) -> int:
     """Bytes that the artifact will take on disk, from shapes alone; files copied along are counted."""
     planned = job.plan.num_bytes(job.shapes)
@@ -209,6 +240,27 @@ def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None
         progress("check weights", i + 1, len(names))
 
 
+def _round_plainly(
+    job: Job, name: str, scheme: QuantScheme, device: torch.device
+) -> tuple[QuantizedWeight, LayerRecord]:
+    """Round one layer to nearest, straight from the checkpoint."""
+    started = time.perf_counter()
+    weight = job.weights.tensor(f"{name}.weight").to(device, torch.float32)
+    plain = rtn(weight, scheme, scale_dtype=job.settings.scale_dtype)
+    chosen = plain
+    if job.settings.grid != "minmax":
+        chosen = rtn(weight, scheme, search=job.settings.grid, scale_dtype=job.settings.scale_dtype)
+    record = LayerRecord(
+        scheme=scheme.name,
+        measured="weight",
+        relative_error=weight_error(weight, chosen.dequantize()),
+        rtn_error=weight_error(weight, plain.dequantize()),
+        clipped=clipped_share(weight, chosen),
+        seconds=time.perf_counter() - started,
+    )
+    return chosen, record
+
+
 def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
     """Round every block to nearest, straight from the checkpoint."""
     for index in range(job.structure.num_blocks):
@@ -216,21 +268,7 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
         for name, scheme in _block_schemes(job, index).items():
             if scheme is None:
                 continue
-            started = time.perf_counter()
-            weight = job.weights.tensor(f"{name}.weight").to(device, torch.float32)
-            plain = rtn(weight, scheme, scale_dtype=job.settings.scale_dtype)
-            chosen = plain
-            if job.settings.grid != "minmax":
-                chosen = rtn(weight, scheme, search=job.settings.grid, scale_dtype=job.settings.scale_dtype)
-            result.weights[name] = chosen
-            result.records[name] = LayerRecord(
-                scheme=scheme.name,
-                measured="weight",
-                relative_error=weight_error(weight, chosen.dequantize()),
-                rtn_error=weight_error(weight, plain.dequantize()),
-                clipped=clipped_share(weight, chosen),
-                seconds=time.perf_counter() - started,
-            )
+            result.weights[name], result.records[name] = _round_plainly(job, name, scheme, device)
         yield result
 
 
@@ -348,6 +386,7 @@ def quantize(
     *,
     scheme: QuantScheme | None = None,
     plan: QuantPlan | None = None,
+    head: QuantScheme | None = None,
     method: str = "gptq",
     calibration: CalibrationSet | None = None,
     device: str = "auto",
@@ -370,6 +409,7 @@ def quantize(
             that were finished stay in the cache, and the same call goes on after them (quant/resume.py).
         scheme: one scheme for every layer (its group made smaller where it does not divide a layer's input), or
         plan: a scheme for each layer. One of the two.
+        head: a scheme for the output projection too, which is rounded to nearest; None: as the plan says, or 16 bits.
         method: stages joined by + (method.parse_method): rotation, then awq or smoothquant, then rtn, gptq or rounding
             (GPTQ, then the rounding search).
         untie: store a head that is the embedding by itself; a rotation needs that.
@@ -400,6 +440,7 @@ def quantize(
             checkpoint,
             scheme=scheme,
             plan=plan,
+            head=head,
             method=method,
             untie=untie,
             grid=grid,
@@ -441,6 +482,10 @@ def quantize(
                 if store is not None:
                     store.tell(job.structure.num_blocks)
                 raise
+            last, last_scheme = job.structure.head, job.plan.layers.get(job.structure.head)
+            if last_scheme is not None:
+                weight, layers[last] = _round_plainly(job, last, last_scheme, on)
+                artifact.add(job.writer.tensors(last, weight.to("cpu")))
             config = {k: v for k, v in job.weights.config.items() if k != "quantization_config"}
             section = job.writer.quantization_config(job.plan, job.structure.head)
             artifact.write_json("config.json", {**config, "quantization_config": section})

@@ -229,7 +229,10 @@ def _config_group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
 
 
 def quantization_config(plan: QuantPlan, head: str) -> dict[str, Any]:
-    """The `quantization_config` of config.json for `plan`; `head` is the output projection, which stays in 16 bits."""
+    """The `quantization_config` of config.json for `plan`.
+
+    `head` is the output projection, which stays in 16 bits where the plan does not name it.
+    """
     schemes = plan.schemes()
     total: dict[str, set[int]] = {}
     for layer in plan:
@@ -241,11 +244,14 @@ def quantization_config(plan: QuantPlan, head: str) -> dict[str, Any]:
         targets = ["Linear"] if plan.is_uniform() else layer_patterns(members, total)
         groups[f"group_{i}"] = _config_group(scheme, targets)
     storages = {_storage(s) for s in schemes}
+    kept = [n for n, s in plan.layers.items() if s is None]
+    if head not in plan.layers:
+        kept.insert(0, head)
     return {
         "quant_method": NAME,
         "format": storages.pop() if len(storages) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [head, *layer_patterns([n for n, s in plan.layers.items() if s is None], total)],
+        "ignore": layer_patterns(kept, total),
         "kv_cache_scheme": None,
     }

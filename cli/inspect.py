@@ -68,6 +68,9 @@ def command(model: Model, quiet: Quiet = False, json_result: Json = False) -> No
     reporter.line(f"{folder}: {structure.model_type}, {structure.num_blocks} blocks, {form}")
     rows = [list(row) for row in folded(names, structure.blocks)]
     reporter.table("Linear layers of the blocks", ["module", "scheme", "blocks"], rows)
+    planned = record.get("plan")
+    if isinstance(planned, dict) and structure.head in planned:
+        reporter.line(f"output projection ({structure.head}): {planned[structure.head]}")
     reporter.line(
         f"{total / 1e6:.1f} MB of weight files; blocks' linears {linear_bytes / 1e6:.1f} MB, "
         f"{plan.average_bits(shapes):.3f} bits per weight over {weights / 1e6:.1f} M weights"

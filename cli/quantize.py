@@ -103,7 +103,12 @@ def command(
     ] = None,
     num_sequences: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each sequence.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="Other than 0: shuffle the calibration documents.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", help="Of random choices (rotation, rounding search); other than 0: shuffles the documents too."
+        ),
+    ] = 0,
     backend: Annotated[
         str,
         typer.Option("--backend", help="qtool, or an original package: autoawq (qtool[autoawq]) or auto-gptq."),

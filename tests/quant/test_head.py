@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from qtool.cli.main import run
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
@@ -83,3 +84,21 @@ def test_a_quantized_head_is_read_alike_everywhere(
         assert torch.equal(
             artifact.tensor("model.embed_tokens.weight"), source.tensor("model.embed_tokens.weight")
         ) == (method != "rotation+gptq")
+
+
+def test_the_command_line_says_so(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    words = ["quantize", str(tiny_llama), "--method", "rotation+rtn", "--group", "32", "--head", "w8", "--out", out]
+    assert run(words) == 3
+    assert "pass --untie" in capsys.readouterr().err
+    assert run([*words, "--untie"]) == 0
+    capsys.readouterr()
+    assert run(["inspect", out]) == 0
+    assert "output projection (lm_head): w8" in capsys.readouterr().out
+    assert run(["quantize", str(tiny_llama), "--a-bit", "8", "--method", "rtn", "--out", str(tmp_path / "w4a8")]) == 3
+    assert "with 8-bit activations use w8a8" in capsys.readouterr().err
+    assert (
+        run(["quantize", str(tiny_llama), "--w-bit", "8", "--a-bit", "8", "--method", "rtn", "--out", out + "8"]) == 0
+    )
+    assert run(["inspect", out + "8"]) == 0
+    assert "w8a8" in capsys.readouterr().out

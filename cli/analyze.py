@@ -17,7 +17,7 @@ def command(
     ] = Path("sensitivity.json"),
     schemes: Annotated[
         str, typer.Option("--schemes", help="Candidates, comma-separated: fp16, w8, w8g128, w4g128, w4g64, w4g64-asym")
-    ] = "fp16,w8,w4g64",
+    ] = "fp16,w8,w4g128,w4g64,w4g32",
     metric: Annotated[
         str, typer.Option("--metric", help="fisher (fast, predicts KL), kl (measured, slow), output or weight.")
     ] = "fisher",
@@ -36,6 +36,7 @@ def command(
     from qtool.quant.checkpoint import Checkpoint
     from qtool.quant.errors import QtoolError
     from qtool.quant.hub import resolve_model
+    from qtool.quant.scheme import FLOAT
     from qtool.quant.structure import linear_shapes
     from qtool.quant.textfile import check_writable, write_text
     from qtool.sensitivity import report
@@ -64,12 +65,18 @@ def command(
     reporter.table(f"The most sensitive groups of {model} ({UNITS[metric]})", *report.top_rows(result))
     reporter.table("By kind (summed over blocks)", *report.kind_rows(result))
     reporter.line(report.verdict(result))
+    variants = sum(name != FLOAT for g in result.groups for name in g.damage)
+    reporter.line(
+        f"cost: {result.forward_passes:.4g} forward passes, {result.forward_passes / variants:.3f} for each of "
+        f"{variants} groups and schemes"
+    )
     reporter.say(f"wrote {output} and {page}; next: qtool plan {output} --avg-bits 4.5 -o plan.json")
     reporter.result(
         {
             "sensitivity": str(output),
             "page": str(page),
             "metric": metric,
+            "forward_passes": result.forward_passes,
             "fingerprint": result.fingerprint,
             "verdict": report.verdict(result),
             "most_sensitive": [

@@ -17,7 +17,7 @@ from qtool._version import __version__
 from qtool.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from qtool.quant.errors import QtoolError
 
-VERBS = ("fetch", "analyze", "plan", "quantize", "compare", "serve", "bench", "chat", "inspect", "convert")
+VERBS = ("fetch", "analyze", "plan", "quantize", "compare", "compress", "serve", "bench", "chat", "inspect", "convert")
 
 
 def _show_version(value: bool) -> None:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from qtool.quant.scheme import FLOAT
 from qtool.sensitivity.allocate import uniform_allocations
+from qtool.sensitivity.frontier import frontier, picture, table
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
 TOP = 10
@@ -119,10 +120,10 @@ def html_page(sensitivity: Sensitivity) -> str:
     calibration = sensitivity.calibration
     picture = base64.b64encode(heat_map(sensitivity)).decode()
     uniform = uniform_allocations(sensitivity)
-    uniform_rows = [
-        [name, f"{a.average_bits:.3f}", f"{a.total_bytes / 1e6:.2f}", f"{a.damage:.4g}"]
-        for name, a in sorted(uniform.items(), key=lambda item: -item[1].average_bits)
-    ]
+    curve = frontier(sensitivity, points=15)
+    trade_off = base64.b64encode(picture(curve, uniform, None, UNITS[sensitivity.metric], timed=False)).decode()
+    named = [("mixed", plan) for plan in curve]
+    named += [(f"uniform {n}", a) for n, a in sorted(uniform.items(), key=lambda item: -item[1].average_bits)]
     title = f"Sensitivity of {sensitivity.model}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
@@ -143,8 +144,10 @@ nearest. Model fingerprint {sensitivity.fingerprint[:16]}.</p>
 {_table(*top_rows(sensitivity))}
 <h2>By kind</h2>
 {_table(*kind_rows(sensitivity))}
-<h2>Uniform plans</h2>
-{_table(["scheme", "bits per weight", "MB of weights", "predicted damage"], uniform_rows)}
+<h2>Size against damage</h2>
+<p>Exact plans at 15 budgets, and one scheme for every layer. The damage of a plan is the sum over its groups.</p>
+<img alt="predicted damage against size: mixed plans and uniform ones" src="data:image/png;base64,{trade_off}">
+{_table(*table(named, timed=False))}
 <h2>All groups</h2>
 {_table(*top_rows(sensitivity, len(sensitivity.groups)))}
 </body></html>

@@ -99,6 +99,8 @@ def test_analysis_is_written_with_a_self_contained_page(sensitivity: Path, folde
     page = sensitivity.with_suffix(".html").read_text()
     assert "data:image/png;base64," in page
     assert "model.layers.1.gate_up" in page
+    assert page.count("data:image/png;base64,") == 2  # heat map and frontier
+    assert "uniform w4g64" in page
     assert "http" not in page.replace("https://www.w3.org", "")
     assert sorted(p.name for p in sensitivity.parent.iterdir()) == ["s.html", "s.json"]
 
@@ -156,6 +158,73 @@ def test_plan_counts_every_byte_of_the_artifact(sensitivity: Path, folder: Path,
     assert document["total_bytes"] == size + other <= 80_000
 
 
+def test_the_frontier_as_table_json_and_picture(sensitivity: Path, tmp_path: Path) -> None:
+    out = tmp_path / "f.json"
+    shown = qtool("plan", str(sensitivity), "--frontier", "-o", str(out))
+    assert "uniform w4g32" in shown
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(out.read_text())
+    points = document["frontier"]
+    assert len(points) > 3
+    assert set(document["uniform"]) == {"fp16", "w8", "w4g64", "w4g32"}
+    for uniform in document["uniform"].values():  # no uniform plan is better and smaller than the curve at its size
+        assert not any(uniform["damage"] < p["damage"] and uniform["linear_bytes"] < p["linear_bytes"] for p in points)
+    limit = str(points[2]["average_bits"] + 1e-9)
+    plan = json.loads(qtool("plan", str(sensitivity), "--avg-bits", limit, "-o", str(tmp_path / "p.json"), "--json"))
+    assert plan["linear_bytes"] == points[2]["linear_bytes"]
+
+
+def test_the_smallest_plan_within_a_kl(sensitivity: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "p.json")
+    loose = json.loads(qtool("plan", str(sensitivity), "--avg-bits", "5.5", "-o", out, "--json"))
+    got = json.loads(qtool("plan", str(sensitivity), "--max-kl", str(loose["predicted_damage"]), "-o", out, "--json"))
+    assert got["linear_bytes"] <= loose["linear_bytes"]
+    assert got["predicted_damage"] <= loose["predicted_damage"]
+
+
+def test_time_is_a_budget(sensitivity: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QTOOL_CACHE", str(tmp_path / "cache"))
+    out = str(tmp_path / "p.json")
+    common = ("--device", "cpu", "-o", out, "--json")
+    loose = json.loads(qtool("plan", str(sensitivity), "--max-latency-ms", "1000", *common))
+    assert loose["predicted_damage"] == 0  # there is time for 16 bits everywhere
+    (table,) = (tmp_path / "cache" / "latency").iterdir()
+    before = table.read_bytes()
+    limit = str(loose["latency_ms"] * 1.0001)
+    same = json.loads(qtool("plan", str(sensitivity), "--max-latency-ms", limit, *common))
+    assert same["latency_ms"] == pytest.approx(loose["latency_ms"])
+    assert table.read_bytes() == before  # measured once
+    with pytest.raises(QtoolError, match=r"--max-latency-ms 1e-06: the least possible"):
+        qtool("plan", str(sensitivity), "--max-latency-ms", "1e-6", *common)
+
+
+def test_a_plan_is_verified(sensitivity: Path, folder: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    words = (
+        "plan",
+        str(sensitivity),
+        str(folder),
+        "--avg-bits",
+        "5",
+        "--verify",
+        "--data",
+        str(text),
+        "--device",
+        "cpu",
+    )
+    document = json.loads(qtool(*words, "-o", str(out), "--json"))
+    verified = document["verified"]
+    assert verified["measured_kl"] > 0
+    assert verified["measurements"][0] == [document["predicted_damage"], verified["measured_kl"]]
+    assert json.loads(out.read_text())["verified"] == verified
+    shown = qtool(*words, "-o", str(out))
+    assert "measured as a whole: KL" in shown
+    within = json.loads(
+        qtool(*words[:3], "--max-kl", str(2 * verified["measured_kl"]), *words[5:], "-o", str(out), "--json")
+    )
+    assert within["verified"]["measured_kl"] <= 2 * verified["measured_kl"]
+
+
 def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
     out = str(tmp_path / "p.json")
@@ -165,6 +234,12 @@ def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, t
     cases: list[tuple[list[str], str]] = [
         (["plan", source, str(other), "--avg-bits", "5", "-o", out], "is of another model"),
         (["plan", source, "-o", out], "no budget"),
+        (["plan", source, "--frontier", "--avg-bits", "5", "-o", out], "--frontier shows every budget"),
+        (["plan", source, "--frontier", "--axis", "weight", "-o", out], "use size or latency"),
+        (["plan", source, "--frontier", "-o", str(tmp_path / "f.png")], "cannot end in .png"),
+        (["plan", source, "--avg-bits", "5", "--verify", "-o", out], "give MODEL"),
+        (["plan", source, "--max-kl", "0", "-o", out], "--max-kl 0.0: give a number above 0"),
+        (["plan", source, "--avg-bits", "4.25", "--max-kl", "1e-9", "-o", out], "under --avg-bits 4.25"),
         (["plan", source, "--avg-bits", "2", "-o", out], r"the least possible .* is 4\.25 bits"),
         (["plan", source, "--max-bytes", "9zz", "-o", out], "write a size such as 90MB"),
         (["plan", source, "--max-bytes", "1KB", "-o", out], "the least possible"),

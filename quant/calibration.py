@@ -42,6 +42,15 @@ class CalibrationSet:
     fingerprint: str
     notes: tuple[str, ...] = ()
 
+    def facts(self) -> dict[str, Any]:
+        """What records say of it, as a JSON object."""
+        return {
+            "source": self.source,
+            "num_sequences": self.tokens.shape[0],
+            "seq_len": self.tokens.shape[1],
+            "fingerprint": self.fingerprint,
+        }
+
 
 def read_documents(path: Path) -> list[str]:
     """The documents of a text file: .jsonl with one {"text": ...} a line, or .txt, which is one document.

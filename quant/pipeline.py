@@ -29,9 +29,10 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.method import parse_method
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, clipped_share, weight_error
 from qtool.quant.progress import ProgressFn, silent
-from qtool.quant.resume import BlockStore, restore, run_key
+from qtool.quant.resume import BlockStore, restore
 from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
 from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
+from qtool.quant.usage import peak_gpu_memory, peak_memory
 from qtool.quant.views import rotated, untied
 from qtool.quant.weight import QuantizedWeight
 
@@ -272,14 +273,15 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
         yield result
 
 
-def _run_facts(job: Job, calibration: CalibrationSet, device: torch.device) -> dict[str, Any]:
+def _run_facts(job: Job, calibration: CalibrationSet, seed: int, device: torch.device) -> dict[str, Any]:
     """What the blocks of a run depend on: two runs that agree in it quantize every block alike."""
     return {
         "qtool_version": __version__,
         "torch_version": torch.__version__,
         "device": device.type,
         "model": model_fingerprint(job.checkpoint),
-        "calibration": calibration.fingerprint,
+        "calibration": calibration.facts(),
+        "seed": seed,
         "settings": asdict(job.settings),
         "plan": {name: scheme_name(scheme) for name, scheme in job.plan.layers.items()},
     }
@@ -352,14 +354,7 @@ def _record(
         "search": asdict(job.settings.search) if job.settings.stages.search else None,
         "format": job.format,
         "seed": seed,
-        "calibration": None
-        if calibration is None
-        else {
-            "source": calibration.source,
-            "num_sequences": calibration.tokens.shape[0],
-            "seq_len": calibration.tokens.shape[1],
-            "fingerprint": calibration.fingerprint,
-        },
+        "calibration": None if calibration is None else calibration.facts(),
         "average_bits": job.plan.average_bits(job.shapes),
         "plan": {name: scheme_name(s) for name, s in job.plan.layers.items()},
         "layers": {n: {k: v for k, v in asdict(r).items() if k != "seconds"} for n, r in layers.items()},
@@ -380,6 +375,32 @@ def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tenso
     return stored
 
 
+def _usage(seconds: float, device: torch.device) -> dict[str, Any]:
+    """Time, and the largest memory so far in bytes."""
+    used: dict[str, Any] = {"seconds": seconds, "peak_memory_bytes": peak_memory()}
+    gpu = peak_gpu_memory(device)
+    return used if gpu is None else {**used, "peak_gpu_bytes": gpu}
+
+
+def calibration_notes(job: Job, calibration: CalibrationSet) -> tuple[str, ...]:
+    """What a user should know of the data: its own notes, and where it is too short for the widest layer.
+
+    The Hessian of K inputs has at most as many independent directions as there are tokens: with fewer than K it is
+    singular, and damping alone says what the others are worth.
+    """
+    planned = {name: job.shapes[name][1] for name, scheme in job.plan.layers.items() if scheme is not None}
+    widest = max(planned, key=lambda name: planned[name])
+    tokens, seq_len = calibration.tokens.numel(), calibration.tokens.shape[1]
+    if tokens >= planned[widest]:
+        return calibration.notes
+    least = -(-planned[widest] // seq_len)
+    short = (
+        f"{calibration.source}: {tokens} tokens are too few for {widest} with its {planned[widest]} inputs: "
+        f"use at least {least} sequences of {seq_len} tokens, better {4 * least}"
+    )
+    return (*calibration.notes, short)
+
+
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -397,6 +418,7 @@ def quantize(
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
     activation_memory: int | None = None,
+    fresh: bool = False,
     overwrite: bool = False,
     source: str | None = None,
     progress: ProgressFn = silent,
@@ -422,6 +444,7 @@ def quantize(
         format: compressed-tensors, or gptq or awq for uniform plans.
         activation_memory: bytes of hidden states past which they lie on the disk of the cache; None: 256 MiB on a CPU,
             a quarter of a GPU's memory.
+        fresh: start over, where blocks are kept of a run to `out` that was cut short.
         source: what qtool.json names as the model; None: `model` as given.
         overwrite: replace `out` where it exists; the old folder goes when the new one is complete.
 
@@ -456,28 +479,36 @@ def quantize(
             calibration = calibration_set(
                 folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed
             )
-        check_weights(checkpoint, progress)
-        store = None if calibration is None else BlockStore(run_key(_run_facts(job, calibration, on)))
-        if calibration is None or store is None:
-            blocks = _rtn_blocks(job, on)
-        else:
-            if len(store):
-                log.info("an earlier run was cut short: going on after block %d", len(store))
-            limit = default_activation_memory(on) if activation_memory is None else activation_memory
-            blocks = _calibrated_blocks(job, calibration, on, store, limit)
-        notes = [*job.notes, *(() if calibration is None else calibration.notes)]
+        notes = [*job.notes, *(() if calibration is None else calibration_notes(job, calibration))]
         layers: dict[str, LayerRecord] = {}
+        usage: list[dict[str, Any]] = []
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
+            # after the writer has claimed the target: no other run is at work on these blocks
+            store = (
+                None if calibration is None else BlockStore(target, _run_facts(job, calibration, seed, on), fresh=fresh)
+            )
+            kept = 0 if store is None else len(store)
+            check_weights(checkpoint, progress)
+            if calibration is None or store is None:
+                blocks = _rtn_blocks(job, on)
+            else:
+                if kept:
+                    log.info("an earlier run was cut short: going on after block %d", kept)
+                limit = default_activation_memory(on) if activation_memory is None else activation_memory
+                blocks = _calibrated_blocks(job, calibration, on, store, limit)
             for name in _kept_names(job):
                 if not name.startswith(f"{job.structure.blocks}."):
                     artifact.add({name: job.weights.tensor(name)})
             stage = f"quantize ({method})"
             try:
+                block_started = time.perf_counter()
                 for index, result in enumerate(blocks):
                     artifact.add(_block_tensors(job, index, result))
                     layers.update(result.records)
                     notes.extend(result.notes)
+                    usage.append(_usage(time.perf_counter() - block_started, on))
                     progress(stage, index + 1, job.structure.num_blocks)
+                    block_started = time.perf_counter()
             except BaseException:
                 if store is not None:
                     store.tell(job.structure.num_blocks)
@@ -492,7 +523,13 @@ def quantize(
             artifact.copy(companion_files(folder))
             artifact.write_json(RECORD, _record(job, source or str(model), calibration, seed, notes, layers))
             seconds = time.perf_counter() - started
-            run = {"seconds": seconds, "device": str(on), "layers": {n: r.seconds for n, r in layers.items()}}
+            run = {
+                "device": str(on),
+                "kept_blocks": kept,  # of an earlier run; what follows is this run's
+                **_usage(seconds, on),
+                "blocks": usage,
+                "layers": {n: r.seconds for n, r in layers.items()},
+            }
             artifact.write_json(RUN_RECORD, run)
         if store is not None:
             store.clear()

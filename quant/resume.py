@@ -1,4 +1,4 @@
-"""Finished blocks of a run that was cut short, kept by the run's fingerprint until an identical run has used them."""
+"""Finished blocks of a run that was cut short, kept for its target folder until the same run has used them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from qtool.quant.calibration import Block
 from qtool.quant.errors import QtoolError
 from qtool.quant.hub import cache_folder
 from qtool.quant.scheme import QuantScheme
+from qtool.quant.textfile import read_json, write_text
 from qtool.quant.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -30,24 +32,70 @@ _KEEP_DAYS = 30
 _CHANGED = "changed"
 
 
-def run_key(facts: Any) -> str:
-    """sha256 (hex) of everything that the blocks of a run depend on, as a JSON document."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+_FACTS = "facts.json"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What two nested JSON objects do not agree in, one phrase each: `calibration seed 0, now 1`."""
+    found = []
+    for key in sorted({*before, *now}):
+        old, new, name = before.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            inner = differences(old, new, f"{name} ")
+            found += inner[:1] if len(inner) < 2 else [f"{inner[0]} and {len(inner) - 1} more of {name}"]
+        elif old != new:
+            found.append(f"{name} {_short(old)}, now {_short(new)}")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"
 
 
 class BlockStore:
-    """The blocks of one run under `$QTOOL_CACHE/resume/KEY`, one file each, written beside and renamed.
+    """The blocks of the run to one target folder: a file each under `$QTOOL_CACHE/resume`, written beside and renamed.
 
-    A run whose model, plan, data, seed or settings differ has another key and never sees them. What a month has not
-    asked for is removed.
+    With them lies what they depend on. What a month has not asked for is removed.
+
+    Args:
+        target: the artifact's folder.
+        facts: a JSON object of everything that the blocks depend on: two runs that agree in it quantize every block
+            alike.
+        fresh: forget the blocks that are there.
+
+    Raises:
+        QtoolError: there are blocks that a run with other facts has left; says what differs.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, target: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> None:
         root = cache_folder() / "resume"
-        self.folder = root / key[:32]
+        self.folder = root / hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:32]
         for old in root.glob("*"):
             if time.time() - old.stat().st_mtime > _KEEP_DAYS * 86400:
                 shutil.rmtree(old, ignore_errors=True)
+        now = json.loads(json.dumps(facts, default=str))
+        before = None if fresh else self._facts()
+        if before is not None and len(self) and (what := differences(before, now)):
+            raise QtoolError(
+                f"{target}: {len(self)} blocks are kept of a run that was cut short, and that differs from this one in "
+                f"{'; '.join(what)}. Give its settings again to go on after them, or pass --fresh to start over"
+            )
+        if before is None or not len(self):
+            self.clear()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / _FACTS, json.dumps(now, indent=1) + "\n")
+        except (OSError, QtoolError) as error:
+            log.warning("%s: cannot be written (%s): a run that is cut short starts over", self.folder, error)
+
+    def _facts(self) -> dict[str, Any] | None:
+        """What the kept blocks depend on; None where that is not known, so that they cannot be used."""
+        try:
+            facts = read_json(self.folder / _FACTS)
+        except (OSError, QtoolError):
+            return None
+        return facts if isinstance(facts, dict) else None
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05}.safetensors"

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from qtool.quant.calibration import CalibrationSet
+from qtool.quant.errors import QtoolError
 from qtool.quant.pipeline import quantize
+from qtool.quant.resume import differences
 from qtool.quant.scheme import QuantScheme
 
 BLOCKS = 3
@@ -65,7 +67,7 @@ def test_a_resumed_run_gives_the_same_bytes(
         run(model, resumed, stop_after, method=method)
     assert not resumed.exists()
     (kept,) = cache.iterdir()
-    assert len(list(kept.iterdir())) == stop_after
+    assert len(list(kept.glob("block-*.safetensors"))) == stop_after
     run(model, resumed, method=method)
     assert contents(resumed) == contents(whole)
     assert not list(cache.iterdir())
@@ -90,13 +92,74 @@ def test_finished_blocks_are_not_quantized_again(
     assert quantized == [2]
 
 
-def test_other_data_never_meets_the_kept_blocks(model: Path, tmp_path: Path, cache: Path) -> None:
-    run(model, tmp_path / "whole", seed=1)
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"data": 1}, "calibration fingerprint seed 0, now seed 1"),
+        ({"seed": 7}, "seed 0, now 7"),
+        ({"method": "awq"}, "settings method gptq, now awq"),
+        ({"scheme": QuantScheme(8, 32)}, "plan model.layers.0.mlp.down_proj w4g32, now w8g32 and 20 more of plan"),
+        ({"model": "mistral"}, "model [0-9a-f]{12}…, now [0-9a-f]{12}…"),
+    ],
+)
+def test_another_configuration_is_refused_until_told_to_start_over(
+    model: Path, tiny_model: Any, tmp_path: Path, cache: Path, change: dict[str, Any], what: str
+) -> None:
+    out = tmp_path / "out"
     with pytest.raises(Killed):
-        run(model, tmp_path / "out", 2, seed=0)
-    run(model, tmp_path / "out", seed=1)
+        run(model, out, 2)
+    before = {p: p.read_bytes() for p in cache.rglob("*") if p.is_file()}
+    changed = {"data": 0, "seed": 0, "method": "gptq", "scheme": QuantScheme(4, 32), "model": None} | change
+    source = model if changed["model"] is None else tiny_model(changed["model"], num_hidden_layers=BLOCKS)
+
+    def again(target: Path, fresh: bool) -> None:
+        quantize(
+            source,
+            target,
+            scheme=changed["scheme"],
+            method=changed["method"],
+            calibration=data(changed["data"]),
+            seed=changed["seed"],
+            fresh=fresh,
+        )
+
+    with pytest.raises(QtoolError, match=f"2 blocks are kept of a run that was cut short.*{what}.*pass --fresh"):
+        again(out, fresh=False)
+    assert not out.exists()
+    assert {p: p.read_bytes() for p in cache.rglob("*") if p.is_file()} == before
+    again(out, fresh=True)
+    again(tmp_path / "whole", fresh=False)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not list(cache.iterdir())
+
+
+def test_another_target_knows_nothing_of_the_kept_blocks(model: Path, tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(Killed):
+        run(model, tmp_path / "out", 2)
+    assert run(model, tmp_path / "other", method="awq") == [1, 2, 3]
+    assert len(list(cache.iterdir())) == 1  # those of the other run wait for it
+
+
+def test_blocks_whose_facts_are_lost_are_made_again(model: Path, tmp_path: Path, cache: Path) -> None:
+    run(model, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(model, tmp_path / "out", 2)
+    (kept,) = cache.iterdir()
+    (kept / "facts.json").write_text('{"seed": 0, "cali')
+    run(model, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert len(list(cache.iterdir())) == 1  # the blocks of seed 0 wait for their own run
+
+
+def test_differences_are_told_shortly() -> None:
+    before = {"a": 1, "b": {"c": 2, "d": 3}, "e": {"f": 1, "g": 1, "h": 1}, "long": "0" * 64}
+    now = {"a": 1, "b": {"c": 2, "d": 4}, "e": {"f": 2, "g": 2, "h": 2}, "long": "1" * 64}
+    assert differences(before, now) == [
+        "b d 3, now 4",
+        "e f 1, now 2 and 2 more of e",
+        f"long {'0' * 12}…, now {'1' * 12}…",
+    ]
+    assert differences(before, before) == []
+    assert differences({}, {"x": True}) == ["x None, now True"]
 
 
 def test_a_truncated_block_is_made_again(model: Path, tmp_path: Path, cache: Path) -> None:

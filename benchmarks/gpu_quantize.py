@@ -1,8 +1,10 @@
 """How long quantizing a large model takes on a GPU, and how much of its memory.
 
 Makes a model of Llama-3-8B's shape with random bf16 weights and a few layers in a temporary folder, quantizes it with
-each method on random tokens through qtool.quant.pipeline, and prints seconds a layer and for 32 layers, and the peak of
-GPU memory. With --phases it runs each method once more on one layer under a profiler that waits for every GPU
+each method on random tokens through qtool.quant.pipeline, and prints seconds a layer and the peak of GPU memory. The
+seconds for all 32 layers are: what is done before the first layer (every weight is read and checked) times the bytes of
+the whole model over those of this one, plus the first layer (with all that is done once), plus 31 of the others.
+ With --phases it runs each method once more on one layer under a profiler that waits for every GPU
 operation, and prints where a layer's time goes: those seconds add up to more than the layer takes without it.
 
     python benchmarks/gpu_quantize.py --methods gptq,awq --phases
@@ -94,6 +96,12 @@ def make_model(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def num_bytes(layers: int) -> int:
+    """Bytes of the model's weights with so many layers (norms left out)."""
+    attention = (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM * HIDDEN
+    return 2 * (layers * (attention + 3 * HIDDEN * INNER) + 2 * VOCAB * HIDDEN)
+
+
 def measure(model: Path, out: Path, method: str, scheme: str, samples: int, seq_len: int) -> dict[str, float]:
     """Quantize once; seconds before the first layer, for the first, for each of the others, and peak bytes."""
     from qtool.quant.calibration import CalibrationSet
@@ -173,7 +181,8 @@ def main() -> None:
         print("method        before  first layer  a layer  32 layers  peak GB  (reserved)  error  (rtn)", flush=True)
         for method in methods:
             found = measure(work / "model", work / "out", method, args.scheme, args.samples, args.seq_len)
-            whole = found["first"] + (MODEL_LAYERS - 1) * found["layer"]
+            whole = found["before"] * num_bytes(MODEL_LAYERS) / num_bytes(args.layers)
+            whole += found["first"] + (MODEL_LAYERS - 1) * found["layer"]
             print(
                 f"{method:13} {found['before']:6.1f}  {found['first']:11.2f}  {found['layer']:7.2f}  {whole:9.1f}"
                 f"  {found['peak']:7.1f}  {found['reserved']:10.1f}  {found['error']:.4f} ({found['rtn_error']:.4f})",

@@ -4,8 +4,8 @@ Makes a model of Llama-3-8B's shape with random bf16 weights and a few layers in
 each method on random tokens through qtool.quant.pipeline, and prints seconds a layer and the peak of GPU memory. The
 seconds for all 32 layers are: what is done before the first layer (every weight is read and checked) times the bytes of
 the whole model over those of this one, plus the first layer (with all that is done once), plus 31 of the others.
- With --phases it runs each method once more on one layer under a profiler that waits for every GPU
-operation, and prints where a layer's time goes: those seconds add up to more than the layer takes without it.
+With --phases it runs each method once more on one layer under a profiler that waits for every GPU operation, and prints
+where a layer's time goes: those seconds add up to more than the layer takes without it.
 
     python benchmarks/gpu_quantize.py --methods gptq,awq --phases
 """

@@ -1,8 +1,4 @@
-"""One layer's paged keys and values: in the activations' dtype, or int8 with a scale for each token and head.
-
-The int8 grid is symmetric: value = code * scale, codes from -127 to 127. Scales are dynamic (each token's own largest
-magnitude, KIVI's and vLLM's "per token head") or static (measured on calibration data, the artifact's).
-"""
+"""One layer's paged keys and values: in the activations' dtype, or int8 codes with scales (quant/kv_numerics.py)."""
 
 from __future__ import annotations
 
@@ -14,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_CODE = 127
-# As wide in range as float32; its rounding moves a code of 127 by a quarter, which rounding to codes absorbs.
-SCALE_DTYPE = torch.bfloat16
+from qtool.quant.kv_numerics import SCALE_DTYPE, from_codes, to_codes, token_scales
 
 KVMode = Literal["float", "int8", "int8-static"]
 """In the activations' dtype; int8 with a scale per token and head; int8 with the artifact's own scales."""
@@ -85,23 +79,6 @@ def _flat(paged: Tensor) -> Tensor:
     return paged.view(-1, *paged.shape[2:])
 
 
-def token_scales(kv: Tensor) -> Tensor:
-    """[num_tokens, heads, head_dim] → its scale for each token and head, [num_tokens, heads]."""
-    largest = kv.abs().amax(dim=-1).float()
-    return (largest / MAX_CODE).to(SCALE_DTYPE).clamp_min_(torch.finfo(SCALE_DTYPE).tiny)
-
-
-def to_codes(kv: Tensor, scales: Tensor) -> Tensor:
-    """[num_tokens, heads, head_dim] by scales [num_tokens or 1, heads] → int8 codes; what is beyond them is clipped."""
-    # in float32: a bfloat16 quotient near 127 is off by a quarter before it is rounded
-    return (kv.float() / scales.float()[..., None]).round_().clamp_(-MAX_CODE, MAX_CODE).to(torch.int8)
-
-
-def from_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes [..., heads, head_dim] by scales [..., heads] → values in `dtype`."""
-    return codes.to(dtype).mul_(scales.to(dtype)[..., None])
-
-
 def kv_bytes_per_token(heads: int, head_dim: int, dtype: torch.dtype, mode: KVMode) -> int:
     """Bytes of one token's keys and values, `heads` counting both, in one layer; scales included."""
     if mode == "float":
@@ -128,7 +105,7 @@ def make_kv_cache(
     if mode == "int8":
         return KVCache(codes, _zeros(slots, SCALE_DTYPE, device))
     assert static_scales is not None
-    return KVCache(codes, static_scales.to(device, torch.float32).expand(slots))
+    return KVCache(codes, static_scales.to(device, SCALE_DTYPE).expand(slots))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,8 +22,8 @@ class KVCache:
 
     Attributes:
         values: [num_blocks, block_size, 2 * num_kv_heads, head_dim], in the activations' dtype or int8.
-        scales: of int8 values, [num_blocks, block_size, 2 * num_kv_heads]; static ones are one row seen from every slot
-            (strides of 0), so that a kernel reads both kinds alike. None: values are no codes.
+        scales: of int8 values, [num_blocks, block_size, 2 * num_kv_heads] bfloat16, written with the values; or static,
+            float32, one row seen from every slot (strides of 0). None: the values are no codes.
     """
 
     values: Tensor
@@ -105,7 +105,8 @@ def make_kv_cache(
     if mode == "int8":
         return KVCache(codes, _zeros(slots, SCALE_DTYPE, device))
     assert static_scales is not None
-    return KVCache(codes, static_scales.to(device, SCALE_DTYPE).expand(slots))
+    # rounded as the others are, so that a token is read back with the very scale that its codes were made with
+    return KVCache(codes, static_scales.to(device, SCALE_DTYPE).float().expand(slots))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

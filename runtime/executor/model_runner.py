@@ -12,7 +12,7 @@ from torch import Tensor
 from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import ScheduledRequest, StepResult
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
-from qtool.runtime.kernels.attention import plan_attention
+from qtool.runtime.kernels.dispatch import layer_ops
 from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
 from qtool.runtime.models.decoder import Decoder
 
@@ -35,6 +35,7 @@ class ModelRunner:
         self.block_size = block_size
         self.device = model.embed.device
         config = model.config
+        self.ops = layer_ops(model.attention_shape, config.hidden_size, block_size, model.dtype, self.device)
         self.caches = [
             make_kv_cache(
                 num_blocks,
@@ -54,17 +55,18 @@ class ModelRunner:
         """Compute a step; results in the order of `batch`."""
         order = sorted(range(len(batch)), key=lambda i: (batch[i].num_tokens > 1, batch[i].start))
         works = [batch[i] for i in order]
-        plan = plan_attention(
+        plan = self.ops.plan(
             [w.start for w in works],
             [w.num_tokens for w in works],
             [w.block_table for w in works],
             block_size=self.block_size,
+            shape=self.model.attention_shape,
             windows=self.model.windows,
             dtype=self.model.dtype,
             device=self.device,
         )
         flat = [t for w in works for t in w.request.token_ids[w.start : w.start + w.num_tokens]]
-        hidden = self.model.forward(torch.tensor(flat, device=self.device), plan, self.caches)
+        hidden = self.model.forward(torch.tensor(flat, device=self.device), plan, self.caches, self.ops)
         broken = ~hidden.abs().amax(dim=-1).isfinite()  # [num_tokens]
         failed = broken.tolist()
         if any(failed):

@@ -1,4 +1,5 @@
-"""The one table of kernels: which of them multiplies by a quantized weight, given its spec and the device."""
+"""The one table of kernels: which of them multiplies by a quantized weight, given its spec and the device; and which
+table of operations serves a decoder block there."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from qtool.runtime.kernels.cpu import CPU_KERNELS
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec
+from qtool.runtime.kernels.layer_ops import TORCH_OPS, AttentionShape, LayerOps
 from qtool.runtime.kernels.reference import REFERENCE
 
 log = logging.getLogger(__name__)
@@ -56,3 +58,19 @@ def choose(spec: LinearSpec, device: torch.device) -> tuple[LinearKernel, Linear
         + (f" ({reasons})" if reasons else "")
     )
     return REFERENCE, spec
+
+
+def layer_ops(
+    shape: AttentionShape, hidden_size: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> LayerOps:
+    """The operations of a decoder block on `device`: its own, or torch's where they cannot run (logged once)."""
+    if device.type != "cuda":
+        return TORCH_OPS
+    from qtool.runtime.kernels.cuda import layer_ops as cuda
+
+    with torch.cuda.device(device):
+        reason = cuda.unsupported(shape, hidden_size, block_size, dtype)
+    if reason is None:
+        return cuda.CUDA_OPS
+    _say_once(f"attention and norms run in torch, without CUDA graphs: {reason}")
+    return TORCH_OPS

@@ -42,3 +42,17 @@ class LinearKernel:
     supports: Callable[[LinearSpec, torch.device], str | None]
     pack: Callable[[QuantizedWeight, LinearSpec, torch.device], Packed]
     apply: Callable[[Tensor, Packed, LinearSpec], Tensor]
+
+
+@dataclass(frozen=True)
+class QuantLinear:
+    """One packed linear and the kernel that multiplies by it; called with x [tokens, cols]."""
+
+    kernel: LinearKernel
+    packed: Packed
+    spec: LinearSpec
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.kernel.apply(x, self.packed, self.spec)
+        return out if self.bias is None else out + self.bias

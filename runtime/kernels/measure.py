@@ -27,7 +27,8 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantScheme, layer_bytes, parse_scheme
 from qtool.quant.textfile import read_json, write_text
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.models.layers import DenseLinear, LinearFn, QuantLinear, make_linear
+from qtool.runtime.kernels.interface import QuantLinear
+from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
 
 FORMAT = 1
 _COLD_BYTES = {"cpu": 64_000_000, "cuda": 260_000_000}  # of weights that take turns: several times a usual last cache
@@ -71,7 +72,7 @@ def random_weight(
     """A random [rows, cols] weight of about unit gain; its values do not matter to times."""
     generator = torch.Generator(device).manual_seed(0)
     if scheme is None:
-        dense = torch.randn(rows, cols, generator=generator, device=device) / cols**0.5
+        dense: Tensor = torch.randn(rows, cols, generator=generator, device=device) / cols**0.5
         return dense.to(dtype)
     levels, groups = 1 << scheme.bits, scheme.num_groups(cols)
     codes = torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8, device=device)

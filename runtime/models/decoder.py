@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtool.runtime.kernels.attention import AttentionBatch, paged_attention
 from qtool.runtime.kernels.kv_cache import KVCache, KVMode
-from qtool.runtime.models.layers import LinearFn, rms_norm
+from qtool.runtime.kernels.layer_ops import AttentionShape, LayerOps, StepPlan, rms_norm
+from qtool.runtime.models.layers import LinearFn
 
 
 @dataclass(frozen=True)
@@ -74,38 +74,31 @@ class Decoder:
     sin: Tensor
     kv_mode: KVMode = "float"
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, caches: Sequence[KVCache]) -> Tensor:
-        """[num_tokens] int64 → hidden states [num_tokens, hidden_size]; keys and values go into `caches`."""
-        config = self.config
-        eps = config.rms_norm_eps
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [num_tokens, 1, head_dim]
-        hidden = functional.embedding(token_ids, self.embed)
-        for layer, cache in zip(self.layers, caches):
-            normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + layer.o(self._attention(layer, layer.qkv(normed), cos, sin, batch, cache))
-            normed = rms_norm(hidden, layer.post_norm, eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
-        return hidden
+    def forward(self, token_ids: Tensor, plan: StepPlan, caches: Sequence[KVCache], ops: LayerOps) -> Tensor:
+        """[num_tokens] integers → hidden states [num_tokens, hidden_size]; keys and values go into `caches`.
 
-    def _attention(
-        self, layer: DecoderLayer, qkv: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: KVCache
-    ) -> Tensor:
-        config = self.config
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
-        turned = qkv[:, : heads + kv_heads]  # queries and keys
-        if layer.q_norm is not None and layer.k_norm is not None:
-            turned[:, :heads] = rms_norm(turned[:, :heads], layer.q_norm, config.rms_norm_eps)
-            turned[:, heads:] = rms_norm(turned[:, heads:], layer.k_norm, config.rms_norm_eps)
-        other = turned.roll(dim // 2, dims=-1)
-        turned.mul_(cos).addcmul_(other, sin)
-        kv = cache.write(qkv[:, heads:], batch.slot_mapping)
-        return paged_attention(qkv[:, :heads], kv, cache, batch, scale=dim**-0.5, window=layer.window)
+        `plan` is `ops`'s own layout of the step.
+        """
+        eps, shape = self.config.rms_norm_eps, self.attention_shape
+        rotation = ops.rotation(self.cos, self.sin, plan)
+        hidden = functional.embedding(token_ids, self.embed)
+        delta: Tensor | None = None  # what the residual stream still lacks
+        for layer, cache in zip(self.layers, caches):
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            qkv, hidden = ops.norm_linear(hidden, delta, layer.input_norm, eps, layer.qkv)
+            attended = ops.attend(qkv, shape, norms, rotation, cache, plan, layer.window)
+            gate_up, hidden = ops.norm_linear(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up)
+            delta = ops.silu_linear(gate_up, layer.down)
+        return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, hidden_size] → [rows, vocab_size] float32."""
         return self.head(rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        config = self.config
+        return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
 
     @property
     def windows(self) -> frozenset[int | None]:

@@ -1,4 +1,4 @@
-"""The runtime's own layers: linears over dense or packed weights, alone or fused, and the norm."""
+"""The runtime's own layers: linears over dense or packed weights, alone or fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qtool.quant.weight import QuantizedWeight, concat_rows
 from qtool.runtime.kernels.dispatch import choose
-from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
+from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
 
 LinearFn = Callable[[Tensor], Tensor]
 """x [tokens, in_features] → [tokens, out_features]."""
@@ -24,18 +24,6 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class QuantLinear:
-    kernel: LinearKernel
-    packed: Packed
-    spec: LinearSpec
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self.kernel.apply(x, self.packed, self.spec)
-        return out if self.bias is None else out + self.bias
 
 
 @dataclass(frozen=True)
@@ -82,8 +70,3 @@ def make_linear(
     fused = packed[0] if len(packed) == 1 else concat_rows(packed)
     assert fused is not None
     return _quant_linear(fused, bias, dtype, device)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, the statistics in float32 (Zhang and Sennrich 2019)."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -22,8 +22,8 @@ _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _DEFAULT_SHARED = 48 * 1024  # bytes a block may use without asking
 
-Argument = torch.Tensor | int
-"""A kernel argument: a tensor's address, or a 32-bit int."""
+Argument = torch.Tensor | int | float
+"""A kernel argument: a tensor's address, a 32-bit int or a 32-bit float."""
 
 
 class _Attribute(ctypes.Structure):
@@ -116,7 +116,12 @@ class Kernel:
         config.attributes = ctypes.cast(attributes, ctypes.POINTER(_Attribute))
         config.num_attributes = count
         values: list[Any] = [
-            ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr() or None) for a in args
+            ctypes.c_int(a)
+            if isinstance(a, int)
+            else ctypes.c_float(a)
+            if isinstance(a, float)
+            else ctypes.c_void_p(a.data_ptr() or None)
+            for a in args
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         status = _cuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
@@ -133,7 +138,14 @@ def arch_of(device_index: int) -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
-_HEADERS = {"wide.cu": ("common.cuh", "hopper.cuh")}  # common.cuh alone for every other file
+_HEADERS = {  # common.cuh alone for every other file
+    "wide.cu": ("common.cuh", "hopper.cuh"),
+    "rotate.cu": ("common.cuh", "rotate.cuh"),
+    "decode_attention.cu": ("common.cuh", "rotate.cuh"),
+    "quantize.cu": ("common.cuh", "rows.cuh"),
+    "norm.cu": ("common.cuh", "rows.cuh"),
+    "silu.cu": ("common.cuh", "rows.cuh"),
+}
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import dequantize, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
-from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
+from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
@@ -103,14 +104,40 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
         x = arrange_activations(x, packed)
         if isinstance(choice, SkinnyConfig):
             if spec.scheme.act_bits:
-                codes, scales = skinny.quantize_activations(x)
-                skinny.multiply(codes, scales, packed, spec, choice, out)
+                rows = quantize_rows(x, 0)
+                skinny.multiply(rows.codes, rows.scales, packed, spec, choice, out)
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
         elif choice is not None and wide.supports(packed, spec):
             wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
         else:
             dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
+    return out
+
+
+def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
+    """The order (see rows.cuh) in which a kernel before this product can leave its int8 activations; None where the
+    product wants them in 16 bits."""
+    weight = PackedWeight(*packed)
+    whole = weight.chunks * CHUNK_COLS == spec.cols and not len(weight.columns)
+    if not spec.scheme.act_bits or not whole or spec.cols > MAX_COLUMNS or not tokens:
+        return None
+    choice = choose(spec, tokens, weight.codes.device)
+    if isinstance(choice, SkinnyConfig):
+        return 0
+    return choice.tokens if choice is not None and wide.supports(weight, spec) else None
+
+
+def apply_rows(rows: Int8Rows, packed: Packed, spec: LinearSpec) -> Tensor:
+    """The product of activations that are int8 already, in the order that int8_order gave. → [M, rows] in spec.dtype"""
+    tokens, weight = len(rows.scales), PackedWeight(*packed)
+    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=rows.codes.device)
+    choice = choose(spec, tokens, out.device)
+    assert choice is not None
+    if isinstance(choice, SkinnyConfig):
+        skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
+    else:
+        wide.multiply(rows.codes, rows.scales, weight, spec, choice, out)
     return out
 
 

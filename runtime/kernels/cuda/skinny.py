@@ -13,7 +13,6 @@ from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 64
-QUANTIZE_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -79,41 +78,13 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, tokens:
     return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
 
 
-def quantize_activations(x: Tensor, block_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """Per token, symmetric int8: scale = max |x| / 127.
-
-    Args:
-        x: [M, K] float16 or bfloat16, contiguous, K a multiple of 64 (128 with `block_tokens`).
-        block_tokens: 0: for skinny.cu; else for wide.cu with blocks of so many tokens.
-
-    Returns:
-        codes: [M, K] int8 in the order of skinny.cu, or [blocks, K / 128, block_tokens, 128] in that of wide.cu.
-        scales: [M] float32.
-    """
-    tokens, cols = x.shape
-    rows = -(-tokens // block_tokens) * block_tokens if block_tokens else tokens
-    shape = (rows // block_tokens, cols // 128, block_tokens, 128) if block_tokens else (tokens, cols)
-    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
-    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    constants = {
-        "BF16": int(x.dtype == torch.bfloat16),
-        "THREADS": QUANTIZE_THREADS,
-        "TOKENS": block_tokens,
-        "WEIGHT_BITS": 8,
-    }
-    load_kernel(x.device, "quantize.cu", "quantize_rows", constants).launch(
-        (rows, 1, 1), QUANTIZE_THREADS, (x, codes, scales, tokens, cols), overlap=has_clusters(x.device.index)
-    )
-    return codes, scales
-
-
 def multiply(
     x: Tensor, x_scales: Tensor | None, packed: PackedWeight, spec: LinearSpec, config: SkinnyConfig, out: Tensor
 ) -> None:
     """out [M, N] = x [M, K'] @ weight.T for 1 <= M <= 64.
 
     Args:
-        x: in spec.dtype with x_scales None, or int8 and x_scales [M] as from quantize_activations.
+        x: in spec.dtype with x_scales None, or int8 and x_scales [M] as from rows.quantize_rows.
         packed: the weight; K' = 64 packed.chunks.
         out: [M, N] in spec.dtype, contiguous.
     """

@@ -21,6 +21,7 @@ from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
+from qtool.runtime.kernels.cuda.rows import quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds
 from qtool.runtime.kernels.cuda.wide import WideConfig
@@ -186,7 +187,8 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
     calls, count = max(16, len(rounds)), len(rounds)
     if isinstance(choice, SkinnyConfig):
         config = choice
-        codes, scales = skinny.quantize_activations(x) if spec.scheme.act_bits else (x, None)
+        rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
+        codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
         return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
     if choice is not None:
         wide_config = choice

@@ -10,7 +10,8 @@ from torch import Tensor
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight
 from qtool.runtime.kernels.cuda.nvrtc import Macros
-from qtool.runtime.kernels.cuda.skinny import quantize_activations, weight_macros
+from qtool.runtime.kernels.cuda.rows import quantize_rows
+from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 _ARRANGE_THREADS = 128  # of a block, as in arrange.cu
@@ -92,7 +93,8 @@ def arrange(x: Tensor, tokens: int) -> Tensor:
 def prepare(x: Tensor, spec: LinearSpec, config: WideConfig) -> tuple[Tensor, Tensor]:
     """x [M, K] as wide.cu reads it, and its scales [M] float32 (not read with 16-bit activations)."""
     if spec.scheme.act_bits:
-        return quantize_activations(x, config.tokens)
+        rows = quantize_rows(x, config.tokens)
+        return rows.codes, rows.scales
     arranged = arrange(x, config.tokens)
     return arranged, arranged
 

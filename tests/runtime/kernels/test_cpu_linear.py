@@ -12,9 +12,9 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels import dispatch
-from qtool.runtime.kernels.interface import LinearSpec
+from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
 from qtool.runtime.kernels.reference import REFERENCE, pack_nibbles, unpack_nibbles
-from qtool.runtime.models.layers import QuantLinear, SplitLinear, make_linear
+from qtool.runtime.models.layers import SplitLinear, make_linear
 
 CPU = torch.device("cpu")
 SCHEMES = ["w4g32", "w4g64", "w4g128-asym", "w4", "w4-asym", "w8g32", "w8g64-asym", "w8g128", "w8", "w8-asym", "w4g16"]

@@ -16,7 +16,8 @@ from qtool.runtime.kernels.cuda.choice import Choice
 from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
-from qtool.runtime.kernels.cuda.skinny import SkinnyConfig, quantize_activations
+from qtool.runtime.kernels.cuda.rows import quantize_rows
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -224,7 +225,8 @@ def test_int8_activations_have_one_scale_a_token() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         size = torch.tensor([[1e-3], [1], [7], [300], [0]], device=device())
         x = (torch.randn(5, 704, device=device()) * size).to(dtype)
-        codes, scales = quantize_activations(x)
+        rows = quantize_rows(x, 0)
+        codes, scales = rows.codes, rows.scales
         assert torch.allclose(scales, x.float().abs().amax(dim=1) / 127, rtol=1e-6)
         stored = codes.view(5, 704 // CHUNK_COLS, 4, 2, 8)  # chunk, t, h, j
         natural = stored.transpose(2, 3).reshape(5, 704)

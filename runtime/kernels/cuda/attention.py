@@ -1,0 +1,181 @@
+"""Paged attention on a GPU: the layout of a step, and the launches for its decodes (decode_attention.cu) and its
+prompts (rotate.cu, then prefill.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtool.runtime.kernels.cuda.driver import has_clusters, load_kernel
+from qtool.runtime.kernels.cuda.nvrtc import Macros
+from qtool.runtime.kernels.kv_cache import KVCache
+from qtool.runtime.kernels.layer_ops import AttentionShape
+
+HEAD_DIMS = (64, 128, 192, 256)
+MAX_GROUP = 16  # query heads of a KV head: one tile of the tensor cores
+WARPS = 4  # of a decode block
+_TILE = 16  # tokens that a warp takes at a time
+_MAX_SHARES = 32  # of one context
+_BLOCKS_PER_SM = 3
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """The layout of one step: rows that compute one token each (decodes) first, then the chunks of prompts.
+
+    Attributes:
+        positions: [num_tokens] int32; negative where a decode row is padding.
+        slot_mapping: [num_tokens] int32, block * block_size + offset.
+        tables: [num_sequences, blocks] int32, the decodes' first.
+        num_decodes: rows of one token.
+        tiles: of the prompts, [num_tiles, 4] int32, see prefill.query_tiles; None where there are none.
+        shares: pieces into which the decodes' contexts are cut at most.
+        partial: float32 room for the pieces' sums; counters: int32 zeros, one for each KV head of each decode.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    tables: Tensor
+    num_decodes: int
+    tiles: Tensor | None
+    shares: int
+    partial: Tensor
+    counters: Tensor
+
+
+def split_shares(sequences: int, kv_heads: int, longest: int, num_sms: int) -> int:
+    """Into how many pieces contexts of up to `longest` tokens are cut, so that all SMs have work."""
+    wanted = -(-num_sms * _BLOCKS_PER_SM // max(1, sequences * kv_heads))
+    useful = -(-longest // (_TILE * WARPS))
+    return max(1, min(wanted, useful, _MAX_SHARES))
+
+
+def scratch(sequences: int, shape: AttentionShape, shares: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """PagedBatch.partial and counters."""
+    size = 0 if shares == 1 else sequences * shares * shape.num_heads * (shape.head_dim + 2)
+    partial = torch.empty(size, dtype=torch.float32, device=device)
+    return partial, torch.zeros(sequences * shape.num_kv_heads, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """int32 arrays on the device, by one copy that the host does not wait for."""
+    flat = torch.empty(sum(a.size for a in arrays), dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat.numpy()[:] = np.concatenate([a.reshape(-1) for a in arrays])
+    there = flat.to(device, non_blocking=True)
+    parts = torch.split(there, [a.size for a in arrays])
+    return [part.view(a.shape) for part, a in zip(parts, arrays)]
+
+
+def plan_step(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    shape: AttentionShape,
+    device: torch.device,
+) -> PagedBatch:
+    """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
+
+    Rows of one token come first.
+    """
+    from qtool.runtime.kernels.cuda.prefill import query_tiles
+
+    decodes = sum(1 for c in counts if c == 1)
+    width = max(len(t) for t in tables)
+    table = np.zeros((len(tables), width), dtype=np.int32)
+    for row, ids in zip(table, tables):
+        row[: len(ids)] = ids
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    position = np.arange(len(sequence)) - first + np.repeat(np.array(starts), counts)
+    slot = table[sequence, position // block_size] * block_size + position % block_size
+    rows = np.cumsum(counts) - counts
+    tiles = query_tiles(
+        list(range(decodes, len(counts))), rows[decodes:].tolist(), list(starts[decodes:]), list(counts[decodes:])
+    )
+    arrays = [position.astype(np.int32), slot.astype(np.int32), table, np.array(tiles, dtype=np.int32).reshape(-1, 4)]
+    positions, slots, table_there, tiles_there = to_device(arrays, device)
+    shares = split_shares(decodes, shape.num_kv_heads, max(starts[:decodes], default=0) + 1, num_sms(device))
+    partial, counters = scratch(decodes, shape, shares, device)
+    return PagedBatch(positions, slots, table_there, decodes, tiles_there if tiles else None, shares, partial, counters)
+
+
+def _macros(shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool) -> dict[str, int]:
+    kind = 0 if cache.scales is None else 2 if cache.static else 1
+    return {
+        "BF16": int(dtype == torch.bfloat16),
+        "D": shape.head_dim,
+        "KV": kind,
+        "QK_NORM": int(normed),
+        "WEIGHT_BITS": 8,
+    }
+
+
+def decode_macros(
+    shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool, warps: int = WARPS
+) -> Macros:
+    """All macros of decode_attention.cu."""
+    return _macros(shape, dtype, cache, normed=normed) | {
+        "G": shape.num_heads // shape.num_kv_heads,
+        "BS": cache.values.shape[1],
+        "WARPS": warps,
+        "MINB": max(1, 12 // warps) if shape.head_dim <= 128 else 1,
+    }
+
+
+def _shared_bytes(group: int, dim: int, warps: int) -> int:
+    return (16 if group > 8 else 8) * (dim + 32) * 2 + warps * group * dim * 4
+
+
+def attend(
+    qkv: Tensor,
+    shape: AttentionShape,
+    norms: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor, Tensor],
+    cache: KVCache,
+    plan: PagedBatch,
+    window: int | None,
+) -> Tensor:
+    """As layer_ops.AttendFn; qkv's queries of prompts are rotated in place."""
+    out = torch.empty(len(qkv), shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = rotation
+    q_norm, k_norm = norms or (cos, cos)  # not read without norms
+    scales = cache.values if cache.scales is None else cache.scales
+    decodes, overlap = plan.num_decodes, has_clusters(qkv.device.index)
+    if decodes:
+        macros = decode_macros(shape, qkv.dtype, cache, normed=norms is not None)
+        size = _shared_bytes(macros["G"], shape.head_dim, macros["WARPS"])
+        load_kernel(qkv.device, "decode_attention.cu", "decode_attention", macros, shared_limit=size).launch(
+            (shape.num_kv_heads, plan.shares, decodes),
+            macros["WARPS"] * 32,
+            (qkv, q_norm, k_norm, cos, sin, cache.values, scales, plan.positions, plan.tables, out, plan.partial,
+             plan.counters, plan.tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E, shape.eps),
+            shared_bytes=size,
+            overlap=overlap,
+        )  # fmt: skip
+    if plan.tiles is not None:
+        from qtool.runtime.kernels.cuda.prefill import prefill_attention
+
+        rest = slice(decodes, None)
+        macros = _macros(shape, qkv.dtype, cache, normed=norms is not None)
+        load_kernel(qkv.device, "rotate.cu", "rotate", macros).launch(
+            (len(qkv) - decodes, 1, 1),
+            256,
+            (qkv[rest], q_norm, k_norm, cos, sin, cache.values, scales, plan.positions[rest], plan.slot_mapping[rest],
+             shape.num_heads, shape.num_kv_heads, shape.eps),
+            overlap=overlap,
+        )  # fmt: skip
+        prefill_attention(qkv, cache, plan.tables, plan.tiles, shape.num_heads, window, out)
+    return out

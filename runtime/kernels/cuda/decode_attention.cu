@@ -1,0 +1,315 @@
+// Attention of one new token a sequence over the paged KV cache, with all that comes before it: norms and rotation of
+// queries and key, and the write of key and value into the cache.
+//
+// A block serves one KV head of one sequence, the G query heads that share it (grouped-query packing), and one share of
+// the context (split-KV, flash-decoding). Each warp walks over tiles of 16 tokens. Tensor cores multiply 16 query heads,
+// of which G are real, by 8 tokens or 8 dims at a time; keys and values go from memory straight into registers as their
+// B operands: dims are contracted in the order in which 16-byte loads bring them, and the output's dims are stored in the
+// order that results. Of several shares, the block that ends last adds up all, in order, so results do not depend on timing.
+//
+// Macros: those of rotate.cuh; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16;
+//   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares, sequences.
+
+#define UNROLL _Pragma("unroll")
+#define MMA_BF16 (BF16 && !KV)                           // codes are exact in float16, and cheap to bring there
+#define ROWS (G > 8 ? 2 : 1)                             // heads of a lane: g, and g + 8
+#define LDQ (D + 32)                                     // of queries in shared memory: no bank conflicts
+#define CHUNKS (D / 64)
+#define K_LOADS (KV ? D / 64 : D / 32)                   // 16-byte loads of a lane for 8 tokens
+#if KV
+#define V_SHIFT 256.f                                    // keeps probability times scale within float16
+typedef uint2 Values;                                    // 8 dims
+#else
+#define V_SHIFT 1.f
+typedef uint4 Values;
+#endif
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+DEVICE u32 operand(float low, float high) {
+  u32 r;
+#if MMA_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
+DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if MMA_BF16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE float exp2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE uint4 load16(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+DEVICE void load_values(const u8* p, uint4& r) { r = load16(p); }
+DEVICE void load_values(const u8* p, uint2& r) {
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p) : "memory");
+}
+DEVICE float load_partial(const float* p) {
+  float r; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory"); return r;
+}
+// Bytes 0, 1 (or 2, 3) of codes with their sign flipped, as two float16.
+DEVICE u32 codes_low(u32 flipped) { return half_sub2(__byte_perm(flipped, 0x64646464u, 0x4140), 0x64806480u); }
+DEVICE u32 codes_high(u32 flipped) { return half_sub2(__byte_perm(flipped, 0x64646464u, 0x4342), 0x64806480u); }
+
+// qkv: [sequences, (heads + 2 kv_heads) D]. positions: of the new tokens; negative: no sequence, the output is zero.
+// tables: [sequences, table_width] cache blocks. partial: floats for every share of every KV head of every sequence, G (D + 2)
+// each; counters: one a KV head of a sequence, zero before and after. window: tokens seen, 0: all. factor: of the scores,
+// times log2 e.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB)
+decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16* sin, u8* cache,
+                 void* scales, const int* positions, const int* tables, u16* out, float* partial, u32* counters,
+                 int table_width, int window, float factor, float eps) {
+  pdl_launch_dependents();
+  extern __shared__ __align__(16) u8 shared[];
+  u16* queries = (u16*)shared;                           // [8 ROWS][LDQ]
+  float* results = (float*)(shared + 8 * ROWS * LDQ * 2);   // [WARPS][G][D]
+  __shared__ float peaks[WARPS][16], sums[WARPS][16];
+  __shared__ u32 arrived;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int kv_head = blockIdx.x, kv_heads = gridDim.x, share = blockIdx.y, sequence = blockIdx.z;
+  const int heads = kv_heads * G;
+  u16* mine = out + ((u64)sequence * heads + kv_head * G) * D;
+  pdl_wait();
+  const int position = positions[sequence];
+  if (position < 0) {
+    for (int i = threadIdx.x; share == 0 && i < G * D; i += WARPS * 32) mine[i] = 0;
+    return;
+  }
+  const int first = window > 0 ? max(0, position + 1 - window) : 0;
+  const int first_tile = first >> 4, tiles = (position >> 4) + 1 - first_tile;
+  const int per_share = max((tiles + (int)gridDim.y - 1) / (int)gridDim.y, WARPS);
+  const int shares = (tiles + per_share - 1) / per_share;
+  if (share >= shares) return;
+  const int begin = first_tile + share * per_share, end = min(begin + per_share, first_tile + tiles);
+  const int* table = tables + (u64)sequence * table_width;
+
+  const u16* row = qkv + (u64)sequence * (heads + 2 * kv_heads) * D;
+  const int owner = share == shares - 1;                 // of the new token
+  const int work = 8 * ROWS + 2 * owner;
+  for (int i = warp; i < work; i += WARPS) {
+    float v[PAIRS][4];
+    if (i < 8 * ROWS) {
+      UNROLL for (int p = 0; p < PAIRS; p++) UNROLL for (int k = 0; k < 4; k++) v[p][k] = 0.f;
+      if (i < G)
+        rotate_head(row + (kv_head * G + i) * D, q_norm, cos + (u64)position * D, sin + (u64)position * D, eps, lane, v);
+      UNROLL for (int p = 0; p < PAIRS; p++) {
+        const int d = dim_of(lane, p);
+        if (d < D / 2) {
+          *(u32*)(queries + i * LDQ + d) = operand(v[p][0] * factor, v[p][1] * factor);
+          *(u32*)(queries + i * LDQ + d + D / 2) = operand(v[p][2] * factor, v[p][3] * factor);
+        }
+      }
+    } else {
+      const int values = i - 8 * ROWS, cached = kv_head + values * kv_heads;
+      const u16* x = row + (heads + cached) * D;
+      if (values) load_head(x, lane, v);
+      else rotate_head(x, k_norm, cos + (u64)position * D, sin + (u64)position * D, eps, lane, v);
+      const u64 slot = (u64)table[position / BS] * BS + position % BS;
+      cache_head(cache, scales, slot * 2 * kv_heads + cached, cached, lane, v);
+    }
+  }
+  __syncthreads();
+
+  const u32 token_bytes = 2 * kv_heads * KV_BYTES;
+  const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
+  const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * (KV ? 8 : 16);
+  auto slot_of = [&](int tile) { return table[tile * 16 / BS] * BS + tile * 16 % BS; };
+
+  uint4 k[2][K_LOADS];
+  Values v[4][CHUNKS];                                   // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
+#if KV
+  float k_scale[4], v_scale[4];                          // of these tokens
+#endif
+  auto load_keys = [&](int slot) {
+    const u8* at = keys_of + (u64)slot * token_bytes;
+    UNROLL for (int n = 0; n < 2; n++)
+      UNROLL for (int i = 0; i < K_LOADS; i++) k[n][i] = load16(at + n * 8 * token_bytes + i * 64);
+#if KV == 1
+    UNROLL for (int i = 0; i < 4; i++)
+      k_scale[i] = bf16_to_float(((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + kv_head]);
+#elif KV == 2
+    UNROLL for (int i = 0; i < 4; i++) k_scale[i] = ((const float*)scales)[kv_head];
+#endif
+  };
+  auto load_v = [&](int slot) {
+    const u8* at = values_of + (u64)slot * token_bytes;
+    UNROLL for (int i = 0; i < 4; i++)
+      UNROLL for (int c = 0; c < CHUNKS; c++)
+        load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (KV ? 64 : 128), v[i][c]);
+#if KV == 1
+    UNROLL for (int i = 0; i < 4; i++)
+      v_scale[i] = bf16_to_float(
+          ((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + kv_heads + kv_head]);
+#elif KV == 2
+    UNROLL for (int i = 0; i < 4; i++) v_scale[i] = ((const float*)scales)[kv_heads + kv_head];
+#endif
+  };
+
+  float peak[ROWS], sum[ROWS], o[CHUNKS][8][4];
+  UNROLL for (int r = 0; r < ROWS; r++) { peak[r] = MINUS_INFINITY; sum[r] = 0.f; }
+  UNROLL for (int c = 0; c < CHUNKS; c++)
+    UNROLL for (int j = 0; j < 8; j++)
+      UNROLL for (int e = 0; e < 4; e++) o[c][j][e] = 0.f;
+
+  int tile = begin + warp, slot = 0, next_slot = 0;
+  if (tile < end) {
+    slot = slot_of(tile);
+    load_keys(slot);
+    load_v(slot);
+    if (tile + WARPS < end) next_slot = slot_of(tile + WARPS);
+  }
+  for (; tile < end; tile += WARPS) {
+    slot = next_slot;
+    if (tile + 2 * WARPS < end) next_slot = slot_of(tile + 2 * WARPS);
+
+    float s[2][4];
+    UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) s[n][e] = 0.f;
+    UNROLL for (int i = 0; i < K_LOADS; i++) {
+#if KV                                                   // dims 64 i + 16 t ...: four steps of four dims a lane
+      uint4 q[2][2];
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int j = 0; j < 2; j++) q[r][j] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 64 + t * 16 + j * 8);
+      UNROLL for (int j = 0; j < 4; j++) {
+        const u32 a0 = word(q[0][j >> 1], 2 * (j & 1)), a2 = word(q[0][j >> 1], 2 * (j & 1) + 1);
+        const u32 a1 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1)) : 0;
+        const u32 a3 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1) + 1) : 0;
+        UNROLL for (int n = 0; n < 2; n++) {
+          const u32 flipped = word(k[n][i], j) ^ 0x80808080u;
+          multiply(s[n], a0, a1, a2, a3, codes_low(flipped), codes_high(flipped));
+        }
+      }
+#else                                                    // dims 32 i + 8 t ...: two steps of four dims a lane
+      uint4 q[2];
+      UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 32 + t * 8);
+      UNROLL for (int j = 0; j < 2; j++) {
+        const u32 a0 = word(q[0], 2 * j), a2 = word(q[0], 2 * j + 1);
+        const u32 a1 = ROWS > 1 ? word(q[ROWS - 1], 2 * j) : 0, a3 = ROWS > 1 ? word(q[ROWS - 1], 2 * j + 1) : 0;
+        UNROLL for (int n = 0; n < 2; n++) multiply(s[n], a0, a1, a2, a3, word(k[n][i], 2 * j), word(k[n][i], 2 * j + 1));
+      }
+#endif
+    }
+#if KV
+    UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) s[n][e] *= k_scale[2 * n + (e & 1)];
+#endif
+    if (tile + WARPS < end) load_keys(slot);
+
+    if (tile * 16 + 15 > position || tile * 16 < first)
+      UNROLL for (int n = 0; n < 2; n++)
+        UNROLL for (int e = 0; e < 4; e++) {
+          const int token = tile * 16 + n * 8 + 2 * t + (e & 1);
+          if (token > position || token < first) s[n][e] = MINUS_INFINITY;
+        }
+    u32 p[4] = {0, 0, 0, 0};
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      float top = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      top = fmaxf(top, peak[r]);
+      if (__any_sync(0xffffffffu, top > peak[r])) {
+        const float shrink = exp2(peak[r] - top);        // 0 at first: minus infinity
+        const float factor_of = peak[r] == top ? 1.f : shrink;   // minus infinity both: nothing to shrink
+        sum[r] *= factor_of;
+        UNROLL for (int c = 0; c < CHUNKS; c++)
+          UNROLL for (int j = 0; j < 8; j++) { o[c][j][2 * r] *= factor_of; o[c][j][2 * r + 1] *= factor_of; }
+        peak[r] = top;
+      }
+      const float base = top == MINUS_INFINITY ? 0.f : top;
+      float e[4];
+      UNROLL for (int i = 0; i < 4; i++) {
+        e[i] = exp2(s[i >> 1][2 * r + (i & 1)] - base);
+        sum[r] += e[i];
+#if KV
+        e[i] *= v_scale[i] * V_SHIFT;
+#endif
+      }
+      p[r] = operand(e[0], e[1]);
+      p[r + 2] = operand(e[2], e[3]);
+    }
+    UNROLL for (int c = 0; c < CHUNKS; c++) {
+#if KV
+      UNROLL for (int w = 0; w < 2; w++) {               // dims 4 w ... of the lane's 8
+        u32 codes[4];
+        UNROLL for (int i = 0; i < 4; i++) codes[i] = (w ? v[i][c].y : v[i][c].x) ^ 0x80808080u;
+        UNROLL for (int j = 0; j < 2; j++) {             // a0 b0 a1 b1, or those of dims 2 and 3
+          const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
+          const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
+          multiply(o[c][4 * w + 2 * j], p[0], p[1], p[2], p[3], codes_low(low), codes_low(high));
+          multiply(o[c][4 * w + 2 * j + 1], p[0], p[1], p[2], p[3], codes_high(low), codes_high(high));
+        }
+      }
+#else
+      UNROLL for (int w = 0; w < 4; w++) {               // dims 2 w, 2 w + 1 of the lane's 8
+        const u32 v0 = word(v[0][c], w), v1 = word(v[1][c], w), v2 = word(v[2][c], w), v3 = word(v[3][c], w);
+        multiply(o[c][2 * w], p[0], p[1], p[2], p[3], __byte_perm(v0, v1, 0x5410), __byte_perm(v2, v3, 0x5410));
+        multiply(o[c][2 * w + 1], p[0], p[1], p[2], p[3], __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x7632));
+      }
+#endif
+    }
+    if (tile + WARPS < end) load_v(slot);
+  }
+
+  // Each warp has seen tiles of its own: bring their sums to one scale.
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    const int head = g + 8 * r;
+    if (t == 0) { peaks[warp][head] = peak[r]; sums[warp][head] = sum[r]; }
+    if (head < G)
+      UNROLL for (int c = 0; c < CHUNKS; c++) {          // o[c][j]: dims 64 c + 16 t + j, and those 8 further
+        float* to = results + (warp * G + head) * D + c * 64 + t * 16;
+        UNROLL for (int e = 0; e < 2; e++)
+          UNROLL for (int j = 0; j < 8; j += 4)
+            *(float4*)(to + e * 8 + j) = make_float4(o[c][j][2 * r + e], o[c][j + 1][2 * r + e], o[c][j + 2][2 * r + e], o[c][j + 3][2 * r + e]);
+      }
+  }
+  __syncthreads();
+  float* parts = partial + ((u64)sequence * kv_heads + kv_head) * gridDim.y * (G * (D + 2));
+  float* part = parts + (u64)share * (G * (D + 2));      // G x D sums, then for each head its peak and its sum
+  for (int i = threadIdx.x; i < G * D; i += WARPS * 32) {
+    const int head = i / D;
+    float top = MINUS_INFINITY, total = 0.f, value = 0.f;
+    UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, peaks[w][head]);
+    UNROLL for (int w = 0; w < WARPS; w++) {
+      const float weight = exp2(peaks[w][head] - top);   // a warp without a tile: minus infinity, so nothing
+      total += weight * sums[w][head];
+      value += weight * results[w * G * D + i];
+    }
+    value *= 1.f / V_SHIFT;
+    if (shares == 1) {
+      mine[i] = float_to_act(value / total);
+    } else {
+      part[i] = value;
+      if (i % D == 0) { part[G * D + 2 * head] = top; part[G * D + 2 * head + 1] = total; }
+    }
+  }
+  if (shares == 1) return;
+  __threadfence();
+  __syncthreads();
+  u32* counter = counters + sequence * kv_heads + kv_head;
+  if (threadIdx.x == 0) arrived = atomicAdd(counter, 1u);
+  __syncthreads();
+  if (arrived != shares - 1) return;
+  if (threadIdx.x == 0) *counter = 0;
+  __threadfence();
+  for (int i = threadIdx.x; i < G * D; i += WARPS * 32) {
+    const int head = i / D;
+    float top = MINUS_INFINITY, total = 0.f, value = 0.f;
+    for (int s = 0; s < shares; s++) top = fmaxf(top, load_partial(parts + (u64)s * (G * (D + 2)) + G * D + 2 * head));
+    for (int s = 0; s < shares; s++) {
+      const float* other = parts + (u64)s * (G * (D + 2));
+      const float weight = exp2(load_partial(other + G * D + 2 * head) - top);
+      total += weight * load_partial(other + G * D + 2 * head + 1);
+      value += weight * load_partial(other + i);
+    }
+    mine[i] = float_to_act(value / total);
+  }
+}

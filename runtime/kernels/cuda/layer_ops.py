@@ -1,0 +1,91 @@
+"""The LayerOps of a CUDA device: one kernel where torch would launch several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import util
+
+import torch
+from torch import Tensor
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.kernels.cuda.attention import HEAD_DIMS, MAX_GROUP, PagedBatch, attend, plan_step
+from qtool.runtime.kernels.cuda.linear import NAME, apply_rows, int8_order
+from qtool.runtime.kernels.cuda.nvrtc import library
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, add_norm, silu_mul
+from qtool.runtime.kernels.interface import QuantLinear
+from qtool.runtime.kernels.layer_ops import TORCH_OPS, AttentionShape, LayerOps, Linear
+
+_OLDEST = (8, 0)
+
+
+def unsupported(shape: AttentionShape, hidden_size: int, block_size: int, dtype: torch.dtype) -> str | None:
+    """None where the kernels of this folder run such a model on the current machine, else the reason they cannot."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"activations in {str(dtype).removeprefix('torch.')}; the kernels know float16 and bfloat16"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"heads of {shape.head_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}"
+    if shape.num_heads // shape.num_kv_heads > MAX_GROUP:
+        return f"more than {MAX_GROUP} query heads to a key-value head"
+    if block_size % 16:
+        return f"KV blocks of {block_size} tokens; the kernels want a multiple of 16"
+    if hidden_size % 64 or hidden_size > MAX_COLUMNS:
+        return f"a hidden size of {hidden_size}; the kernels want a multiple of 64 up to {MAX_COLUMNS}"
+    if torch.cuda.get_device_capability() < _OLDEST:
+        return "compute capability below 8.0"
+    if util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        library()
+    except QtoolError as error:
+        return str(error)
+    return None
+
+
+def _order(linear: Linear, tokens: int) -> int | None:
+    """In which order `linear` can take int8 activations; None: it wants 16 bits."""
+    if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
+        return int8_order(tokens, linear.packed, linear.spec)
+    return None
+
+
+def _run(rows: object, linear: Linear) -> Tensor:
+    if isinstance(rows, Tensor):
+        return linear(rows)
+    assert isinstance(linear, QuantLinear)
+    out = apply_rows(rows, linear.packed, linear.spec)  # type: ignore[arg-type]
+    return out if linear.bias is None else out + linear.bias
+
+
+def _norm_linear(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
+) -> tuple[Tensor, Tensor]:
+    return _run(add_norm(hidden, delta, weight, eps, _order(linear, len(hidden))), linear), hidden
+
+
+def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
+    if gate_up.shape[1] % 16 or gate_up.shape[1] // 2 > MAX_COLUMNS:
+        return TORCH_OPS.silu_linear(gate_up, linear)
+    return _run(silu_mul(gate_up, _order(linear, len(gate_up))), linear)
+
+
+def _rotation(cos: Tensor, sin: Tensor, plan: PagedBatch) -> tuple[Tensor, Tensor]:
+    return cos, sin
+
+
+def _plan(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    shape: AttentionShape,
+    windows: frozenset[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PagedBatch:
+    return plan_step(starts, counts, tables, block_size=block_size, shape=shape, device=device)
+
+
+CUDA_OPS = LayerOps(_plan, _rotation, _norm_linear, attend, _silu_linear)
+"""For models and block sizes for which `unsupported` gave None."""

@@ -1,0 +1,110 @@
+// Rotary positions and the paged KV cache, shared by the attention kernels. Follows common.cuh.
+// Macros: D: head size, a multiple of 64; BF16; QK_NORM; KV: 0: cached in the activations' type, 1: int8 with a bfloat16
+//   scale a token and head, 2: int8 with a float scale a head (kv_cache.py).
+
+#define PAIRS ((D / 4 + 31) / 32)                        // of a lane: dims d, d + 1, d + D / 2, d + D / 2 + 1
+#define KV_BYTES (D * (KV ? 1 : 2))                      // of one head of one token
+
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
+  return v;
+}
+DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int i = 16; i; i >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
+  return v;
+}
+DEVICE float rounded(float v) { return act_to_float(float_to_act(v)); }
+
+// The first dim of pair p of a lane; the pair exists where it is below D / 2.
+DEVICE int dim_of(int lane, int p) { return 2 * (lane + 32 * p); }
+
+DEVICE void load_head(const u16* x, int lane, float (&v)[PAIRS][4]) {
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++) {
+    const int d = dim_of(lane, p);
+    u32 low = 0, high = 0;
+    if (d < D / 2) { low = *(const u32*)(x + d); high = *(const u32*)(x + d + D / 2); }
+    v[p][0] = act_to_float(low & 0xffff); v[p][1] = act_to_float(low >> 16);
+    v[p][2] = act_to_float(high & 0xffff); v[p][3] = act_to_float(high >> 16);
+  }
+}
+
+// One head, normed over its dims (QK_NORM) and rotated: x cos + roll(x, D / 2) sin, tables as in rope.rotation_table.
+DEVICE void rotate_head(const u16* x, const u16* norm, const u16* cos, const u16* sin, float eps, int lane,
+                        float (&v)[PAIRS][4]) {
+  load_head(x, lane, v);
+#if QK_NORM
+  float sum = 0.f;
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum += v[p][k] * v[p][k];
+  const float inverse = rsqrtf(warp_sum(sum) / D + eps);
+  float weight[PAIRS][4];
+  load_head(norm, lane, weight);
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[p][k] = rounded(v[p][k] * inverse * weight[p][k]);
+#endif
+  float c[PAIRS][4], s[PAIRS][4];
+  load_head(cos, lane, c);
+  load_head(sin, lane, s);
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const float low = v[p][k], high = v[p][k + 2];
+      v[p][k] = low * c[p][k] + high * s[p][k];
+      v[p][k + 2] = high * c[p][k + 2] + low * s[p][k + 2];
+    }
+}
+
+DEVICE void store_head(u16* to, int lane, const float (&v)[PAIRS][4]) {
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++) {
+    const int d = dim_of(lane, p);
+    if (d < D / 2) {
+      *(u32*)(to + d) = floats_to_acts(v[p][0], v[p][1]);
+      *(u32*)(to + d + D / 2) = floats_to_acts(v[p][2], v[p][3]);
+    }
+  }
+}
+
+// One head of one token into the cache; `at` counts heads: slot * heads of a token + head. One warp.
+DEVICE void cache_head(u8* cache, void* scales, u64 at, int head, int lane, const float (&v)[PAIRS][4]) {
+#if !KV
+  store_head((u16*)(cache + at * KV_BYTES), lane, v);
+#else
+  float scale, peak = 0.f;
+#if KV == 2
+  scale = ((const float*)scales)[head];
+#else
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) peak = fmaxf(peak, fabsf(rounded(v[p][k])));
+  u16 stored;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(stored) : "f"(__fdiv_rn(warp_max(peak), 127.f)));
+  if (stored < 0x0080) stored = 0x0080;                  // the least normal bfloat16
+  if (lane == 0) ((u16*)scales)[at] = stored;
+  scale = bf16_to_float(stored);
+#endif
+#pragma unroll
+  for (int p = 0; p < PAIRS; p++) {
+    const int d = dim_of(lane, p);
+    if (d < D / 2) {
+      u32 codes[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float code = rintf(__fdiv_rn(rounded(v[p][k]), scale));
+        codes[k] = (u32)(int)fminf(fmaxf(code, -127.f), 127.f) & 255;
+      }
+      *(u16*)(cache + at * KV_BYTES + d) = codes[0] | codes[1] << 8;
+      *(u16*)(cache + at * KV_BYTES + d + D / 2) = codes[2] | codes[3] << 8;
+    }
+  }
+#endif
+}

@@ -1,0 +1,76 @@
+// One row a block, held in registers: reductions, and rounding to int8 in the orders of the products. Follows common.cuh.
+// Macros: THREADS, a multiple of 32; UNITS: 16-byte units (8 columns) of a thread, unit u of thread i being u THREADS + i;
+//   TOKENS: order of int8 rows, see store_int8; BF16.
+
+struct Row { float v[UNITS][8]; };
+
+DEVICE void unpack(const uint4& from, float (&to)[8]) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    to[2 * j] = act_to_float(word(from, j) & 0xffff);
+    to[2 * j + 1] = act_to_float(word(from, j) >> 16);
+  }
+}
+DEVICE uint4 pack(const float (&v)[8]) {
+  return make_uint4(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]), floats_to_acts(v[4], v[5]),
+                    floats_to_acts(v[6], v[7]));
+}
+
+// Sum, or maximum, over the block; every thread gets it. `scratch`: THREADS / 32 floats of shared memory, once a call.
+template <bool MAX>
+DEVICE float block_reduce(float v, float* scratch) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) {
+    const float other = __shfl_xor_sync(0xffffffffu, v, d);
+    v = MAX ? fmaxf(v, other) : v + other;
+  }
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+  __syncthreads();
+  v = scratch[0];
+#pragma unroll
+  for (int i = 1; i < THREADS / 32; i++) v = MAX ? fmaxf(v, scratch[i]) : v + scratch[i];
+  return v;
+}
+
+// The block's row to int8, scale = max |x| / 127 in scales[row]; rows from `rows` on only fill up a block of tokens.
+//
+// TOKENS 0: in the order in which the lanes of skinny.cu read them. Within 64 columns, column 32 h + 8 t + j goes to byte
+// 16 t + 8 h + j, so that one 16-byte load serves both tensor-core steps of a lane.
+//
+// TOKENS > 0: in the order in which wide.cu copies them. For each block of TOKENS tokens and each step of 128 columns,
+// TOKENS rows of 128 bytes; column 32 s + 8 t + 4 u + e becomes byte e of word t of 16-byte unit 2 s + u, and units of row
+// m are exchanged by m mod 8 (the 128-byte swizzle of shared memory).
+//
+// TOKENS < 0: as they are.
+DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, float* scales, float* scratch) {
+  float peak = 0.f;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(x.v[u][j]));
+  peak = block_reduce<true>(peak, scratch);
+  if (row < rows && threadIdx.x == 0) scales[row] = peak / 127.f;
+  const float inverse = peak > 0.f ? 127.f / peak : 0.f;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int i = u * THREADS + threadIdx.x;
+    if (i >= columns / 8) continue;
+    u32 q[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int r = __float2int_rn(x.v[u][j] * inverse);
+      q[j >> 2] |= (u32)(max(-127, min(127, r)) & 255) << (8 * (j & 3));
+    }
+    const int s = i >> 2, t = i & 3;                     // columns 32 s + 8 t ...
+#if TOKENS > 0
+    const int m = row % TOKENS;
+    u8* to = codes + (((u64)(row / TOKENS) * (columns / 128) + (s >> 2)) * TOKENS + m) * 128 + t * 4;
+#pragma unroll
+    for (int w = 0; w < 2; w++) *(u32*)(to + (((2 * (s & 3) + w) ^ (m & 7)) << 4)) = q[w];
+#elif TOKENS == 0
+    *(uint2*)(codes + (u64)row * columns + (s >> 1) * 64 + t * 16 + (s & 1) * 8) = make_uint2(q[0], q[1]);
+#else
+    *(uint2*)(codes + (u64)row * columns + i * 8) = make_uint2(q[0], q[1]);
+#endif
+  }
+}

@@ -1,0 +1,30 @@
+// The gated activation: y [M, K] = silu(gate) * up, of gate and up side by side [M, 2 K]; 16 bits, or int8 (QUANT).
+// Macros: those of rows.cuh; QUANT. Grid: M (with QUANT: and tokens that fill up a block), pieces of UNITS THREADS units.
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
+  pdl_launch_dependents();
+  __shared__ float scratch[THREADS / 32];
+  pdl_wait();
+  const int row = blockIdx.x;
+  Row x;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int i = (blockIdx.y * UNITS + u) * THREADS + threadIdx.x;
+    const bool real = row < M && i < K / 8;
+    float gate[8], up[8];
+    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + i) : make_uint4(0, 0, 0, 0), gate);
+    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + K / 8 + i) : make_uint4(0, 0, 0, 0), up);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x.v[u][j] = gate[j] / (1.f + __expf(-gate[j])) * up[j];
+    const uint4 product = pack(x.v[u]);
+#if QUANT
+    unpack(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree
+#else
+    if (real) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
+#endif
+  }
+#if QUANT
+  store_int8(x, row, M, K, y, scales, scratch);
+#endif
+}

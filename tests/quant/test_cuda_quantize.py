@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,16 @@ def test_hessian_of_16_bit_inputs_is_exact_to_float32() -> None:
     upper = factor.upper.double()
     assert torch.equal(upper, upper.triu())
     assert float((upper.T @ upper - inverse).norm() / inverse.norm()) < 1e-3
+
+
+def test_the_command_line_quantizes_on_a_gpu(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qtool.cli.main import run
+
+    out = tmp_path / "out"
+    arguments = ["--w-bit", "4", "--group", "32", "--method", "awq+gptq", "--device", "cuda", "--samples", "4"]
+    assert run(["quantize", str(tiny_model()), "--out", str(out), *arguments, "--seq-len", "128", "-q", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(0 < layer["relative_error"] <= layer["rtn_error"] for layer in report["layers"].values())
+    assert set(codes(out)) == set(report["layers"])

@@ -118,7 +118,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def html_page(sensitivity: Sensitivity) -> str:
     """The whole analysis as one page that needs no other file."""
     calibration = sensitivity.calibration
-    picture = base64.b64encode(heat_map(sensitivity)).decode()
+    heat = base64.b64encode(heat_map(sensitivity)).decode()
     uniform = uniform_allocations(sensitivity)
     curve = frontier(sensitivity, points=15)
     trade_off = base64.b64encode(picture(curve, uniform, None, UNITS[sensitivity.metric], timed=False)).decode()
@@ -139,7 +139,7 @@ img {{ max-width: 100%; }}
 of {calibration["seq_len"]} tokens ({html.escape(str(calibration["source"]))}); each group quantized alone, rounded to
 nearest. Model fingerprint {sensitivity.fingerprint[:16]}.</p>
 <p>{html.escape(verdict(sensitivity))}</p>
-<img alt="damage by block, kind of group and scheme" src="data:image/png;base64,{picture}">
+<img alt="damage by block, kind of group and scheme" src="data:image/png;base64,{heat}">
 <h2>The most sensitive groups</h2>
 {_table(*top_rows(sensitivity))}
 <h2>By kind</h2>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -12,6 +13,7 @@ from qtool.cli.originals import quantize_by_original
 
 if TYPE_CHECKING:
     from qtool.quant.formats import FormatName
+    from qtool.quant.kv_calibration import KVRecord
     from qtool.quant.numerics import GridSearch
     from qtool.quant.pipeline import QuantizeReport
     from qtool.quant.scheme import QuantPlan
@@ -49,6 +51,16 @@ def summary_rows(report: QuantizeReport) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def kv_line(kv: Sequence[KVRecord]) -> str:
+    """What an int8 KV cache does to attention, in a line."""
+    static, dynamic = [r.static_error for r in kv], [r.dynamic_error for r in kv]
+    worst = max(range(len(kv)), key=lambda i: static[i])
+    return (
+        f"KV cache int8: attention outputs off by {sum(static) / len(kv):.4f} with the stored scales (worst "
+        f"{static[worst]:.4f}, block {worst}), by {sum(dynamic) / len(kv):.4f} with a scale for each token and head"
+    )
 
 
 def command(
@@ -98,6 +110,10 @@ def command(
     output_format: Annotated[
         str, typer.Option("--format", help="compressed-tensors; gptq or awq for uniform plans.")
     ] = "compressed-tensors",
+    kv_cache: Annotated[
+        str,
+        typer.Option("--kv-cache", help="int8: measure and store scales for an int8 KV cache; float: none."),
+    ] = "float",
     data: Annotated[
         Path | None, typer.Option("--data", help="Calibration text, .txt or .jsonl; default: the Python library's own.")
     ] = None,
@@ -177,6 +193,7 @@ def command(
                 untie=untie,
                 grid=chosen_grid,
                 format=chosen_format,
+                kv_cache=kv_cache,
                 iters=iters,
                 alpha=alpha,
                 seed=seed,
@@ -184,7 +201,7 @@ def command(
         for note in job.notes:
             reporter.say(note)
         calibration = None
-        if job.settings.stages.calibrated:
+        if job.calibrated:
             calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
             for note in calibration.notes:
                 reporter.say(note)
@@ -203,6 +220,7 @@ def command(
             alpha=alpha,
             grid=chosen_grid,
             format=chosen_format,
+            kv_cache=kv_cache,
             overwrite=force,
             source=model,
             progress=progress,
@@ -217,6 +235,8 @@ def command(
         ["layer", "scheme", "count", "mean error", "plain rounding", "worst", "in block"],
         summary_rows(report),
     )
+    if report.kv:
+        reporter.line(kv_line(report.kv))
     reporter.line(
         f"{report.source_bytes / 1e6:.1f} MB → {report.artifact_bytes / 1e6:.1f} MB, {report.average_bits:.2f} bits "
         f"per weight in the blocks, {report.seconds:.0f} s: {report.out}"

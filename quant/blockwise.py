@@ -20,6 +20,7 @@ from qtool.quant.block_search import search_block
 from qtool.quant.calibration import Block
 from qtool.quant.channel_scales import scale_channels
 from qtool.quant.folding import ScaledBlock, group_layers
+from qtool.quant.kv_calibration import KVRecord
 from qtool.quant.method import Stages, parse_method
 from qtool.quant.numerics import GridSearch, check_finite, clipped_share, find_grid, quantize, weight_error
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
@@ -100,6 +101,7 @@ class BlockResult:
     records: dict[str, LayerRecord] = field(default_factory=dict)
     changed: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kv: KVRecord | None = None
 
 
 class _ReachedError(Exception):

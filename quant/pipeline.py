@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from qtool.quant.checkpoint import Checkpoint, Weights
 from qtool.quant.device import resolve_device
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
-from qtool.quant.formats import FormatName, QuantWriter, read_quantization_config, writer
+from qtool.quant.formats import FormatName, QuantWriter, compressed_tensors, read_quantization_config, writer
 from qtool.quant.hub import resolve_model
+from qtool.quant.kv_calibration import KVRecord, calibrate_kv, kv_notes, kv_tensors
 from qtool.quant.method import parse_method
 from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, clipped_share, weight_error
 from qtool.quant.progress import ProgressFn, silent
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
+KV_CACHES = ("float", "int8")
 DEFAULT_ITERS = SearchSettings.iters
 
 
@@ -51,6 +53,7 @@ class QuantizeReport:
         out: the artifact's folder.
         plan: layer → scheme.
         layers: layer → record, in model order; 16-bit layers are not among them.
+        kv: of each block, what an int8 KV cache costs; empty where none was asked for.
         notes: everything a user should know of it: groups made smaller, damping raised, scales not applied.
         average_bits: bits per weight over the planned linears, scales and zero points counted.
         source_bytes, artifact_bytes: weight files before and after.
@@ -60,6 +63,7 @@ class QuantizeReport:
     out: Path
     plan: QuantPlan
     layers: dict[str, LayerRecord]
+    kv: tuple[KVRecord, ...]
     notes: tuple[str, ...]
     average_bits: float
     source_bytes: int
@@ -75,6 +79,7 @@ class QuantizeReport:
             "seconds": self.seconds,
             "plan": {name: scheme_name(s) for name, s in self.plan.layers.items()},
             "layers": {name: asdict(record) for name, record in self.layers.items()},
+            "kv_cache": kv_facts(self.kv),
             "notes": list(self.notes),
         }
 
@@ -94,7 +99,13 @@ class Job:
     settings: Settings
     writer: QuantWriter
     format: str
+    kv_int8: bool
     notes: tuple[str, ...]
+
+    @property
+    def calibrated(self) -> bool:
+        """Something of the run is measured on calibration data."""
+        return self.settings.stages.calibrated or self.kv_int8
 
 
 def _summarize(notes: Mapping[str, str]) -> tuple[str, ...]:
@@ -114,6 +125,7 @@ def prepare(
     untie: bool = False,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
+    kv_cache: str = "float",
     iters: int = DEFAULT_ITERS,
     alpha: float = ALPHA,
     seed: int = 0,
@@ -132,6 +144,10 @@ def prepare(
         raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
     if iters < 1:
         raise QtoolError(f"{iters} iterations of the rounding search: use at least 1, or --method gptq for none")
+    if kv_cache not in KV_CACHES:
+        raise QtoolError(f"KV cache {kv_cache!r} is not supported: use one of {', '.join(KV_CACHES)}")
+    if kv_cache == "int8" and format != compressed_tensors.NAME:
+        raise QtoolError(f"the {format} format cannot say that the KV cache is int8: use {compressed_tensors.NAME}")
     if (scheme is None) == (plan is None):
         raise QtoolError("give either one scheme for all layers or a plan, not both and not neither")
     structure = structure_of(checkpoint.config)
@@ -185,7 +201,8 @@ def prepare(
     if stages.rotate:
         exact = {f"{name}.weight" for name, own in plan.layers.items() if own is not None}
         weights = rotated(weights, structure, head_dim=settings.head_dim, seed=seed, exact=exact)
-    return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, said)
+    kv_int8 = kv_cache == "int8"
+    return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, kv_int8, said)
 
 
 def check_head(plan: QuantPlan, structure: ModelStructure, format: str) -> bool:
@@ -312,6 +329,8 @@ def _calibrated_blocks(
         else:
             result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, outputs)
             store.save(block.index, result)
+        if job.kv_int8:
+            result.kv = calibrate_kv(block)
         yield result
 
 
@@ -336,6 +355,7 @@ def _record(
     seed: int,
     notes: list[str],
     layers: Mapping[str, LayerRecord],
+    kv: Sequence[KVRecord],
 ) -> dict[str, Any]:
     """qtool.json: how the artifact came about. Times are not in it, so that the same run gives the same bytes."""
     return {
@@ -358,8 +378,16 @@ def _record(
         "average_bits": job.plan.average_bits(job.shapes),
         "plan": {name: scheme_name(s) for name, s in job.plan.layers.items()},
         "layers": {n: {k: v for k, v in asdict(r).items() if k != "seconds"} for n, r in layers.items()},
+        "kv_cache": kv_facts(kv),
         "notes": notes,
     }
+
+
+def kv_facts(kv: Sequence[KVRecord]) -> dict[str, Any] | None:
+    """An int8 KV cache as qtool.json records it; None where there is none."""
+    if not kv:
+        return None
+    return {"scheme": "int8", "scales": "tensor", "blocks": [asdict(record) for record in kv]}
 
 
 def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tensor]:
@@ -372,6 +400,8 @@ def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tenso
             stored[name] = result.changed.get(name, original).to(original.dtype)
     for layer, weight in result.weights.items():
         stored.update(job.writer.tensors(layer, weight))
+    if result.kv is not None:
+        stored.update(kv_tensors(f"{prefix}self_attn", result.kv))
     return stored
 
 
@@ -417,6 +447,7 @@ def quantize(
     alpha: float = ALPHA,
     grid: GridSearch | None = None,
     format: FormatName = "compressed-tensors",
+    kv_cache: str = "float",
     activation_memory: int | None = None,
     fresh: bool = False,
     overwrite: bool = False,
@@ -442,6 +473,8 @@ def quantize(
         alpha: SmoothQuant's: 0 leaves weights as they are, 1 makes all activations alike.
         grid: minmax, signed or mse (numerics.find_grid); None: minmax for rtn, mse for the others.
         format: compressed-tensors, or gptq or awq for uniform plans.
+        kv_cache: float, or int8: measure keys and values on the calibration set (with rtn too) and store static scales
+            (compressed-tensors alone).
         activation_memory: bytes of hidden states past which they lie on the disk of the cache; None: 256 MiB on a CPU,
             a quarter of a GPU's memory.
         fresh: start over, where blocks are kept of a run to `out` that was cut short.
@@ -468,12 +501,13 @@ def quantize(
             untie=untie,
             grid=grid,
             format=format,
+            kv_cache=kv_cache,
             iters=iters,
             alpha=alpha,
             seed=seed,
         )
         check_space(target, artifact_bytes(job))
-        if not job.settings.stages.calibrated:
+        if not job.calibrated:
             calibration = None
         elif calibration is None:
             calibration = calibration_set(
@@ -481,6 +515,7 @@ def quantize(
             )
         notes = [*job.notes, *(() if calibration is None else calibration_notes(job, calibration))]
         layers: dict[str, LayerRecord] = {}
+        kv: list[KVRecord] = []
         usage: list[dict[str, Any]] = []
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
             # after the writer has claimed the target: no other run is at work on these blocks
@@ -506,6 +541,7 @@ def quantize(
                     artifact.add(_block_tensors(job, index, result))
                     layers.update(result.records)
                     notes.extend(result.notes)
+                    kv += [] if result.kv is None else [result.kv]
                     usage.append(_usage(time.perf_counter() - block_started, on))
                     progress(stage, index + 1, job.structure.num_blocks)
                     block_started = time.perf_counter()
@@ -519,9 +555,12 @@ def quantize(
                 artifact.add(job.writer.tensors(last, weight.to("cpu")))
             config = {k: v for k, v in job.weights.config.items() if k != "quantization_config"}
             section = job.writer.quantization_config(job.plan, job.structure.head)
+            if kv:
+                section["kv_cache_scheme"] = compressed_tensors.KV_CACHE_INT8
+                notes.extend(kv_notes(kv))
             artifact.write_json("config.json", {**config, "quantization_config": section})
             artifact.copy(companion_files(folder))
-            artifact.write_json(RECORD, _record(job, source or str(model), calibration, seed, notes, layers))
+            artifact.write_json(RECORD, _record(job, source or str(model), calibration, seed, notes, layers, kv))
             seconds = time.perf_counter() - started
             run = {
                 "device": str(on),
@@ -538,6 +577,7 @@ def quantize(
         out=target,
         plan=job.plan,
         layers=layers,
+        kv=tuple(kv),
         notes=tuple(notes),
         average_bits=job.plan.average_bits(job.shapes),
         source_bytes=source_bytes,

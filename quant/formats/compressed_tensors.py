@@ -228,6 +228,18 @@ def _config_group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
     }
 
 
+# The keys and values of an attention in int8, with its static `k_scale` and `v_scale` [1] beside the weights. vLLM
+# takes these scales for its float8 cache: their codes reach to 127, well within its 448.
+KV_CACHE_INT8 = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+}
+
+
 def quantization_config(plan: QuantPlan, head: str) -> dict[str, Any]:
     """The `quantization_config` of config.json for `plan`.
 

@@ -10,6 +10,7 @@ greedy rule (largest damage saved per byte first), and "first and last blocks in
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.calibration import BlockWalker, calibration_set, load_tokenizer
+from qtool.quant.calibration import BlockWalker, calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
+from qtool.quant.documents import load_tokenizer
 from qtool.quant.hub import resolve_model
 from qtool.quant.numerics import GridSearch
 from qtool.quant.scheme import QuantPlan
@@ -125,6 +128,18 @@ def candidate_plans(sensitivities: Mapping[str, Sensitivity], bits: list[float])
     return plans
 
 
+def print_rank_correlations(sensitivities: Mapping[str, Sensitivity]) -> None:
+    """Spearman's correlation of the damages of all groups and schemes, for every two metrics."""
+    damages = {
+        metric: [value for g in found.groups for name, value in sorted(g.damage.items()) if name != "fp16"]
+        for metric, found in sensitivities.items()
+    }
+    for one, other in itertools.combinations(damages, 2):
+        rank = spearmanr(damages[one], damages[other]).statistic
+        passes = (sensitivities[m].forward_passes for m in (one, other))
+        print(f"Spearman {one} / {other}: {rank:.3f}; forward passes {' / '.join(f'{n:.4g}' for n in passes)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -154,6 +169,8 @@ def main() -> None:
             folder, schemes=args.schemes.split(","), metric=metric, calibration=calibration, device=args.device
         )
         print(f"analyzed with {metric} in {time.perf_counter() - started:.0f} s", flush=True)
+    if len(args.metric) > 1:
+        print_rank_correlations(sensitivities)
     tokens = windows(folder, args.text, args.windows, args.window)
     results: list[dict[str, Any]] = []
     with Checkpoint(folder) as checkpoint:

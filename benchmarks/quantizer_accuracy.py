@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--window-length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--chat", action="store_true", help="calibrate on answers in the model's chat template")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
     parser.add_argument("--work", type=Path, required=True, help="folder for artifacts and cached log-probabilities")
     args = parser.parse_args()
@@ -109,7 +110,7 @@ def main() -> None:
     folder = resolve_model(args.model)
     data = windows(AutoTokenizer.from_pretrained(folder), args.evaluation.read_text(), args.window_length, args.windows)
     calibration = calibration_set(
-        folder, data=args.calibration, num_sequences=args.samples, seq_len=args.seq_len, seed=0
+        folder, data=args.calibration, num_sequences=args.samples, seq_len=args.seq_len, seed=0, chat=args.chat
     )
     args.work.mkdir(parents=True, exist_ok=True)
     if not (args.work / f"window{args.windows - 1}.pt").is_file():

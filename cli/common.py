@@ -105,14 +105,30 @@ class Reporter:
                 yield report
 
 
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def _line_progress(console: Console, every_s: float = 10.0) -> ProgressFn:
-    """Progress for logs: a line per stage at most every `every_s` seconds, and one at its end."""
+    """Progress for logs: a line per stage at most every `every_s` seconds, and one at its end.
+
+    The time left is told from the second line on: the pace since the first, since that need not have been the start.
+    """
     last: dict[str, float] = {}
+    first: dict[str, tuple[float, int]] = {}
 
     def report(what: str, done: int, total: int) -> None:
         now = time.monotonic()
+        began, before = first.setdefault(what, (now, done))
         if done >= total or now - last.get(what, now - every_s) >= every_s:
             last[what] = now
-            console.print(f"{what}: {done}/{total}", markup=False)
+            left = ""
+            if before < done < total:
+                left = f", {duration((now - began) / (done - before) * (total - done))} left"
+            console.print(f"{what}: {done}/{total}{left}", markup=False)
 
     return report

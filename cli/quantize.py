@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from qtool.cli.common import Device, Json, Model, Quiet, Reporter
+from qtool.cli.engine_options import parse_bytes
 from qtool.cli.originals import quantize_by_original
 
 if TYPE_CHECKING:
@@ -115,7 +116,20 @@ def command(
         typer.Option("--kv-cache", help="int8: measure and store scales for an int8 KV cache; float: none."),
     ] = "float",
     data: Annotated[
-        Path | None, typer.Option("--data", help="Calibration text, .txt or .jsonl; default: the Python library's own.")
+        Path | None,
+        typer.Option(
+            "--data",
+            help='Calibration text: .txt, or .jsonl of {"text": ...} or {"messages": [{"role": ..., "content": ...}]}; '
+            "default: the Python library's own.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--plain",
+            help="Calibrate on plain text as answers in the model's chat template, or as it is; default: --chat where "
+            "the model has a template.",
+        ),
     ] = None,
     num_sequences: Annotated[int, typer.Option("--samples", help="Calibration sequences.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each sequence.")] = 512,
@@ -130,6 +144,17 @@ def command(
         typer.Option("--backend", help="qtool, or an original package: autoawq (qtool[autoawq]) or auto-gptq."),
     ] = "qtool",
     device: Device = "auto",
+    activation_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--activation-memory",
+            metavar="SIZE",
+            help="Hidden states of the samples beyond it go to disk; default 256MiB, on a GPU a quarter of its own.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, where a run to the same folder was cut short and left blocks.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
     quiet: Quiet = False,
     json_result: Json = False,
@@ -142,7 +167,7 @@ def command(
     from qtool.quant.errors import QtoolError
     from qtool.quant.fingerprint import model_fingerprint
     from qtool.quant.hub import resolve_model
-    from qtool.quant.pipeline import prepare, quantize
+    from qtool.quant.pipeline import calibration_notes, prepare, quantize
     from qtool.quant.planfile import read_plan
     from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme, parse_scheme
 
@@ -169,6 +194,7 @@ def command(
             reporter=reporter,
         )
         return
+    memory = None if activation_memory is None else parse_bytes(activation_memory)
     scheme = QuantScheme(bits, group, symmetric, act_bits)
     head_scheme = None if head is None else parse_scheme(head)
     plan_file = None if plan is None else read_plan(plan)
@@ -202,8 +228,10 @@ def command(
             reporter.say(note)
         calibration = None
         if job.calibrated:
-            calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
-            for note in calibration.notes:
+            calibration = calibration_set(
+                folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed, chat=chat
+            )
+            for note in calibration_notes(job, calibration):
                 reporter.say(note)
         report = quantize(
             folder,
@@ -221,11 +249,13 @@ def command(
             grid=chosen_grid,
             format=chosen_format,
             kv_cache=kv_cache,
+            activation_memory=memory,
+            fresh=fresh,
             overwrite=force,
             source=model,
             progress=progress,
         )
-    said = {*job.notes, *(() if calibration is None else calibration.notes)}
+    said = {*job.notes, *(() if calibration is None else calibration_notes(job, calibration))}
     for note in report.notes:
         if note not in said:
             reporter.warn(note)

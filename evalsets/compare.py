@@ -31,8 +31,8 @@ from qtool.evalsets.items import ChoiceSet, only_distinct, read_choice_set
 from qtool.evalsets.metrics import Distribution, describe
 from qtool.evalsets.statistics import Interval, Verdict
 from qtool.evalsets.windows import TextWindows, text_windows
-from qtool.quant.calibration import load_tokenizer
 from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.hub import resolve_model

@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from qtool.evalsets.items import ChoiceSet
-from qtool.quant.calibration import load_tokenizer
+from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent

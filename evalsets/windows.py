@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.quant.calibration import read_documents
 from qtool.quant.corpus import stdlib_documents
+from qtool.quant.documents import read_documents
 from qtool.quant.errors import QtoolError
 
 LEAST_WINDOWS = 2  # below it there is no interval

@@ -17,6 +17,15 @@ from torch import Tensor, nn
 
 from qtool.quant.checkpoint import Weights
 from qtool.quant.corpus import stdlib_documents
+from qtool.quant.documents import (
+    Document,
+    as_answer,
+    chat_tokens,
+    load_tokenizer,
+    plain_tokens,
+    read_conversations,
+    template_fingerprint,
+)
 from qtool.quant.errors import QtoolError
 from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.hub import cache_folder
@@ -35,12 +44,14 @@ class CalibrationSet:
         source: where the text is from, for reports.
         fingerprint: sha256 (hex) of tokens and settings.
         notes: what a user should know of it: text left over, fewer sequences than asked for.
+        chat_template: sha256 (hex) of the model's chat template, where it wrote some of the documents.
     """
 
     tokens: Tensor
     source: str
     fingerprint: str
     notes: tuple[str, ...] = ()
+    chat_template: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """What records say of it, as a JSON object."""
@@ -49,62 +60,23 @@ class CalibrationSet:
             "num_sequences": self.tokens.shape[0],
             "seq_len": self.tokens.shape[1],
             "fingerprint": self.fingerprint,
+            "chat_template": self.chat_template,
         }
 
 
-def read_documents(path: Path) -> list[str]:
-    """The documents of a text file: .jsonl with one {"text": ...} a line, or .txt, which is one document.
-
-    Raises:
-        QtoolError: missing, empty or undecodable file, a line that is no such object, or another kind of file.
-    """
-    if not path.is_file():
-        raise QtoolError(f"{path}: no such file")
-    if path.suffix not in (".jsonl", ".txt"):
-        raise QtoolError(f'{path}: expected a .txt file, or a .jsonl file with one {{"text": ...}} object a line')
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
-    except UnicodeDecodeError as error:
-        raise QtoolError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    if path.suffix == ".txt":
-        documents = [text] if text.strip() else []
-    else:
-        # not splitlines(): JSON strings may hold U+2028 and its like unescaped
-        lines = enumerate(text.split("\n"), start=1)
-        documents = [_record_text(path, i, line) for i, line in lines if line.strip()]
-        documents = [d for d in documents if d.strip()]
-    if not documents:
-        raise QtoolError(f"{path}: holds no text")
-    return documents
-
-
-def _record_text(path: Path, number: int, line: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise QtoolError(f'{path}, line {number}: expected a JSON object with a "text" string')
-    return text
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises QtoolError where there is none that loads."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise QtoolError(f"{folder}: no tokenizer that loads ({reason})") from None
-
-
 def calibration_set(
-    tokenizer_folder: Path, *, data: Path | None, num_sequences: int, seq_len: int, seed: int
+    tokenizer_folder: Path,
+    *,
+    data: Path | None,
+    num_sequences: int,
+    seq_len: int,
+    seed: int,
+    chat: bool | None = False,
 ) -> CalibrationSet:
-    """Sequences of `seq_len` tokens cut from the documents, which are joined in order with an EOS after each.
+    """Sequences of `seq_len` tokens cut from the documents, which are joined in order.
 
-    Special tokens are those that the tokenizer itself adds (so a BOS stands where the model expects one); long
+    Special tokens of plain text are those that the tokenizer itself adds (so a BOS stands where the model expects one),
+    with an EOS after each document; conversations are written by the model's chat template, which brings its own. Long
     documents run over into the next sequence and are never dropped. Reading stops when there are enough tokens.
 
     Args:
@@ -112,29 +84,45 @@ def calibration_set(
         data: .jsonl or .txt file; None: excerpts of the Python standard library.
         num_sequences, seq_len: how much to take.
         seed: 0 keeps the documents in order; any other value shuffles them.
+        chat: write plain documents as answers in the model's chat template; None: where it has one.
 
     Raises:
-        QtoolError: a size below 1 sequence or 2 tokens, unreadable data, or too little of it for one sequence.
+        QtoolError: a size below 1 sequence or 2 tokens, unreadable data, too little of it for one sequence, or a
+            conversation for a model without a chat template.
     """
     if num_sequences < 1 or seq_len < 2:
         raise QtoolError(
             f"calibration of {num_sequences} sequences of {seq_len} tokens: needs at least 1 sequence of 2 tokens"
         )
     source = "Python standard library" if data is None else data.name
-    documents = stdlib_documents("calibration") if data is None else read_documents(data)
+    if data is None:
+        documents = [Document(source, text) for text in stdlib_documents("calibration")]
+    else:
+        documents = read_conversations(data)
     if seed:
         random.Random(seed).shuffle(documents)
     tokenizer = load_tokenizer(tokenizer_folder)
+    template = template_fingerprint(tokenizer)
+    if chat and template is None:
+        raise QtoolError(f"{tokenizer_folder}: the model has no chat template; calibrate it on plain text")
+    answers = template is not None if chat is None else chat
     wanted = num_sequences * seq_len
     ids: list[int] = []
-    used = 0
+    used = conversations = 0
     while len(ids) < wanted and used < len(documents):
-        ids += _encode(tokenizer, documents[used])
+        document = documents[used]
+        if document.messages or answers:
+            ids += chat_tokens(tokenizer, document.messages or as_answer(document.text), document.where)
+            conversations += 1
+        else:
+            ids += plain_tokens(tokenizer, document.text)
         used += 1
     got = len(ids) // seq_len
     if got == 0:
         raise QtoolError(f"{source}: {len(ids)} tokens of text, too short for one sequence of {seq_len}")
     notes = []
+    if conversations:
+        notes.append(f"{source}: {conversations} of {used} documents are written in the model's chat template")
     if used < len(documents) or len(ids) > wanted:
         notes.append(f"{source}: the first {wanted} tokens are used ({used} of {len(documents)} documents)")
     if got < num_sequences:
@@ -145,13 +133,9 @@ def calibration_set(
     tokens = torch.tensor(ids[: min(got, num_sequences) * seq_len], dtype=torch.int64).view(-1, seq_len)
     settings = json.dumps({"num_sequences": num_sequences, "seq_len": seq_len, "seed": seed})
     digest = hashlib.sha256(settings.encode() + tokens.numpy().astype("<i8").tobytes())
-    return CalibrationSet(tokens, source, digest.hexdigest(), tuple(notes))
-
-
-def _encode(tokenizer: Any, document: str) -> list[int]:
-    ids: list[int] = tokenizer(document, verbose=False)["input_ids"]
-    eos: int | None = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+    return CalibrationSet(
+        tokens, source, digest.hexdigest(), tuple(notes), chat_template=template if conversations else None
+    )
 
 
 class _Positions:
@@ -234,7 +218,7 @@ class Block:
         return output
 
     def as_read(self, x: Tensor) -> Tensor:
-        """A linear's input [..., in_features] → [tokens, in_features] in the dtype in which the linear multiplies it."""
+        """A linear's input [..., in_features] → [tokens, in_features], in the dtype in which the linear multiplies."""
         x = x.detach().reshape(-1, x.shape[-1])
         return x if self.compute is None else x.to(self.compute)
 

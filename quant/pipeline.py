@@ -511,7 +511,7 @@ def quantize(
             calibration = None
         elif calibration is None:
             calibration = calibration_set(
-                folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed
+                folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed, chat=None
             )
         notes = [*job.notes, *(() if calibration is None else calibration_notes(job, calibration))]
         layers: dict[str, LayerRecord] = {}

@@ -54,7 +54,7 @@ def test_perplexity_is_that_of_transformers(tiny: Path, tiny_noisy: Path, fake_s
     from transformers import AutoModelForCausalLM
 
     from qtool.evalsets.windows import text_windows
-    from qtool.quant.calibration import load_tokenizer
+    from qtool.quant.documents import load_tokenizer
 
     result = _compare(tiny, tiny_noisy, fake_served, tasks=[])
     tokens = text_windows(load_tokenizer(tiny), None, windows=4, context=96).tokens

@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 
 from qtool.evalsets import harness
 from qtool.evalsets.items import ChoiceSet, Item
-from qtool.quant.calibration import load_tokenizer
+from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 
 PAIRS = [

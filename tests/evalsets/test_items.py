@@ -110,7 +110,7 @@ def test_the_default_model_is_far_above_chance(default_model: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from qtool.quant.calibration import load_tokenizer
+    from qtool.quant.documents import load_tokenizer
 
     tokenizer = load_tokenizer(default_model)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from qtool.quant.calibration import BlockWalker, calibration_set, read_documents
+from qtool.quant.calibration import BlockWalker, calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.corpus import stdlib_documents
+from qtool.quant.documents import read_documents
 from qtool.quant.errors import QtoolError
 
 VOCAB = {"<s>": 0, "</s>": 1, "<unk>": 2, **{letter: i + 3 for i, letter in enumerate("abcdefghij")}}
@@ -52,6 +54,59 @@ def test_bos_only_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
     assert got.notes == ()
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ ' g ' if m.role == 'user' else ' h ' }}{{ m.content }}{{ ' j' if m.role == 'user' else eos_token }}{% endfor %}"
+)
+
+
+def chat_folder(folder: Path) -> Path:
+    """A tokenizer that adds <s> itself, as its chat template does; g stands before users, h before assistants."""
+    save_tokenizer(folder, bos=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_conversations_are_written_by_the_template_with_one_bos(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tok")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"text": "d"}) + "\n")
+    got = calibration_set(folder, data=data, num_sequences=1, seq_len=11, seed=0)
+    assert got.tokens.tolist() == [[0, 9, 3, 12, 10, 4, 5, 1, 0, 6, 1]]  # <s> g a j h b c </s>, then <s> d </s>
+    assert got.chat_template == hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    assert got.facts()["chat_template"] == got.chat_template
+    assert got.notes == ("d.jsonl: 1 of 2 documents are written in the model's chat template",)
+
+
+def test_plain_documents_become_answers_where_wanted(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "d.jsonl", "a b", "c")
+    with_template, without = chat_folder(tmp_path / "tok"), save_tokenizer(tmp_path / "plain", bos=True)
+
+    def tokens(folder: Path, chat: bool | None, count: int) -> Any:
+        return calibration_set(folder, data=data, num_sequences=1, seq_len=count, seed=0, chat=chat)
+
+    # "Write a text." is <unk> a <unk> <unk> in this vocabulary
+    answers = [0, 9, 2, 3, 2, 2, 12, 10, 3, 4, 1, 0, 9, 2, 3, 2, 2, 12, 10, 5, 1]
+    plain = [0, 3, 4, 1, 0, 5, 1]
+    assert tokens(with_template, True, 21).tokens.tolist() == [answers]
+    assert tokens(with_template, None, 21).tokens.tolist() == [answers]
+    assert tokens(with_template, False, 7).tokens.tolist() == [plain]
+    assert tokens(with_template, False, 7).chat_template is None
+    assert tokens(without, None, 7).tokens.tolist() == [plain]
+    with pytest.raises(QtoolError, match="the model has no chat template; calibrate it on plain text"):
+        tokens(without, True, 7)
+
+
+def test_a_conversation_that_the_template_refuses_names_its_line(tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"text": "a"}\n\n{"messages": [{"role": "tool", "content": "a"}]}\n')
+    with pytest.raises(QtoolError, match=r"d\.jsonl, line 3: the model's chat template refuses .*no tools here"):
+        calibration_set(chat_folder(tmp_path / "tok"), data=data, num_sequences=9, seq_len=9, seed=0)
+    with pytest.raises(QtoolError, match=r"d\.jsonl, line 3: is a conversation, and the model has no chat template"):
+        calibration_set(save_tokenizer(tmp_path / "plain"), data=data, num_sequences=9, seq_len=9, seed=0)
+
+
 def test_too_little_text_is_told(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tok")
     data = write_jsonl(tmp_path / "d.jsonl", "a b c d", "e f")
@@ -83,6 +138,13 @@ def test_seed_and_settings_are_in_the_fingerprint(tmp_path: Path) -> None:
         ("blank.txt", b" \n\n", "holds no text"),
         ("latin.txt", b"caf\xe9 au lait", r"not UTF-8 text \(byte 3\)"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', 'line 2: expected a JSON object with a "text" string'),
+        ("roles.jsonl", b'{"messages": [{"role": "user"}]}', 'line 1: expected .* objects with "role" and "content"'),
+        ("silent.jsonl", b'{"messages": []}', "line 1: expected"),
+        (
+            "talk.jsonl",
+            b'{"messages": [{"role": "user", "content": "a"}]}',
+            'line 1: is a conversation; expected a "text"',
+        ),
         ("other.jsonl", b'{"prompt": "a"}\n', "line 1: expected"),
         ("number.jsonl", b'{"text": 3}\n', "line 1: expected"),
         ("table.csv", b"a,b\n", "expected a .txt file"),

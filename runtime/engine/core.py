@@ -1,11 +1,11 @@
-"""The engine's inner loop: schedule, execute, update. Knows an executor only by its one method. No torch here."""
+"""The engine's inner loop: schedule, execute, update. Knows an executor only by its two methods. No torch here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
@@ -16,9 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """Computes one step: a result for each piece of work, in order. May raise: then only this step's requests fail."""
+    """Computes steps. May raise: then only the step's own requests fail."""
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]: ...
+    def submit(self, batch: Sequence[ScheduledRequest]) -> Any:
+        """Begin a step; what it returns goes to `collect`, in the order of submission. With `run_ahead`, a token that
+        the step before samples may be among its inputs: it lies past the end of the request's `token_ids`."""
+        ...
+
+    def collect(self, step: Any) -> list[StepResult]:
+        """Wait for a step: a result for each piece of work, in order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,13 +55,30 @@ class EngineStats:
         return 1 - self.kv_slots_filled / self.kv_slots_allocated if self.kv_slots_allocated else 0.0
 
 
-class EngineCore:
-    """Scheduler and executor in one step loop."""
+@dataclass(frozen=True)
+class _Ahead:
+    """A step on the device. `handle` is the executor's, or the error that it raised."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, executor: Executor) -> None:
+    scheduled: list[ScheduledRequest]
+    handle: Any
+
+
+class EngineCore:
+    """Scheduler and executor in one step loop.
+
+    Args:
+        run_ahead: submit a step before the results of the one before are known, where all of its requests allow it, so
+            that the device need not wait for the host. Outputs come one call of `step` later, and are the same.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, executor: Executor, *, run_ahead: bool = False
+    ) -> None:
         self.scheduler = Scheduler(config, kv)
         self.kv = kv
         self.executor = executor
+        self._run_ahead = run_ahead
+        self._ahead: _Ahead | None = None
         self._requests: dict[str, Request] = {}
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -84,15 +108,38 @@ class EngineCore:
 
     def step(self) -> list[Request]:
         """Compute one step; returns the requests that got a token or ended. A failing step ends its own requests."""
+        before, self._ahead = self._ahead, None
+        if before is not None and not all(w.request.may_run_ahead for w in before.scheduled):
+            return self._enter(before)
         scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return []
-        self._num_steps += 1
+        if scheduled:
+            self._num_steps += 1
+            self._ahead = self._submit(scheduled)
+        if before is None:
+            if self._run_ahead or self._ahead is None:
+                return []
+            before, self._ahead = self._ahead, None
+        return self._enter(before)
+
+    def _submit(self, scheduled: list[ScheduledRequest]) -> _Ahead:
         try:
-            results = self.executor.execute(scheduled)
+            handle = self.executor.submit(scheduled)
+        except Exception as error:
+            handle = error
+        if self._run_ahead:
+            self.scheduler.launched(scheduled)
+        return _Ahead(scheduled, handle)
+
+    def _enter(self, step: _Ahead) -> list[Request]:
+        """Wait for a step and enter its results."""
+        scheduled = step.scheduled
+        try:
+            if isinstance(step.handle, Exception):
+                raise step.handle
+            results = self.executor.collect(step.handle)
         except Exception as error:
             log.exception("a step failed; its %d requests end with an error, the others go on", len(scheduled))
-            changed = [w.request for w in scheduled if w.request.status is Status.RUNNING]
+            changed = [w.request for w in scheduled if w.request.status is not Status.FINISHED]
             for request in changed:
                 self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
         else:
@@ -102,7 +149,8 @@ class EngineCore:
                 if not work.padding:
                     prompt = work.request.num_prompt_tokens
                     self._prompt_tokens += max(0, min(work.start + work.num_tokens, prompt) - work.start)
-            self._generation_tokens += sum(r.token_id is not None for r in results)
+            live = [w.request.status is not Status.FINISHED for w in scheduled]
+            self._generation_tokens += sum(r.token_id is not None and on for r, on in zip(results, live))
             changed = self.scheduler.update(scheduled, results)
         for request in changed:
             if request.status is Status.FINISHED:

@@ -75,12 +75,12 @@ class KVCacheManager:
             table.blocks.append(self.pool.allocate())
         return True
 
-    def publish(self, request: Request) -> None:
-        """After a step: name the blocks that are now full, so that later requests can share them."""
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Name the blocks that the first `num_tokens` tokens fill, so that later requests can share them."""
         if not self.prefix_caching:
             return
         table, size = self._tables[request], self.block_size
-        for i in range(len(table.digests), request.num_computed_tokens // size):
+        for i in range(len(table.digests), num_tokens // size):
             parent = table.digests[-1] if table.digests else b""
             digest = block_digest(parent, request.token_ids[i * size : (i + 1) * size])
             table.digests.append(digest)

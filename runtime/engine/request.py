@@ -33,6 +33,8 @@ class Request:
         prompt_scores: what the executor returned for the scored positions, in order.
         num_scored: scored positions so far (a recomputation does not score again).
         sample_seed: seed of this request's random stream; with the position it decides the draw.
+        num_computed_tokens: with those of a step that is still on the device.
+        num_in_flight: tokens that such steps sample: they count, but nobody has seen them yet.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class Request:
     prompt_scores: list[Any] = field(default_factory=list)
     num_scored: int = 0
     num_computed_tokens: int = 0
+    num_in_flight: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -67,12 +70,19 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens together."""
-        return len(self.token_ids)
+        """Prompt and output tokens together, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Its next token can be computed before this one is known to the host: nothing but the token itself goes in."""
+        p = self.params
+        plain = p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and p.min_tokens == 0
+        return p.greedy and plain and p.logprobs is None and self.score_from is None
 
     @property
     def output_token_ids(self) -> list[int]:

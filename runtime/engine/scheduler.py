@@ -105,6 +105,8 @@ class Scheduler:
                 scheduled[request] = ScheduledRequest(request, last, 1, table, sample=False, padding=True)
                 budget -= 1
                 continue
+            if self._ends_in_flight(request):
+                continue
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self.kv.grow(request, request.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
@@ -157,6 +159,17 @@ class Scheduler:
         sample = request.generate and start + num_tokens == request.num_tokens
         return ScheduledRequest(request, start, num_tokens, self.kv.block_table(request), sample)
 
+    def _ends_in_flight(self, request: Request) -> bool:
+        """The token that a step on the device samples is the last one the request may have."""
+        outputs = request.num_output_tokens + request.num_in_flight
+        return bool(request.num_in_flight) and (outputs >= request.params.max_tokens or request.num_tokens >= self.room)
+
+    def launched(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Count a step as computed although its results are still to come, so that the next one can be scheduled."""
+        for work in scheduled:
+            work.request.num_computed_tokens = work.start + work.num_tokens
+            work.request.num_in_flight += work.sample
+
     def _preempt(self, request: Request) -> None:
         """Take the newest running request off the device; it starts over, at the head of the queue."""
         self._release(request)
@@ -171,14 +184,18 @@ class Scheduler:
         changed = []
         for work, result in zip(scheduled, results, strict=True):
             request = work.request
-            if work.padding or request.status is not Status.RUNNING:
+            if work.padding or request.status is Status.FINISHED:
                 continue
             if result.error is not None:
                 self.finish(request, "error", result.error)
                 changed.append(request)
                 continue
-            request.num_computed_tokens = work.start + work.num_tokens
-            self.kv.publish(request)
+            if request.num_in_flight:
+                request.num_in_flight -= work.sample
+            if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
+                done = work.start + work.num_tokens
+                request.num_computed_tokens = max(request.num_computed_tokens, done)
+                self.kv.publish(request, done)
             request.prompt_scores.extend(result.prompt_scores)
             request.num_scored += result.num_scored
             if result.token_id is not None:
@@ -200,5 +217,5 @@ class Scheduler:
         count = request.num_output_tokens
         if token in request.stop_token_ids and count > request.params.min_tokens:
             self.finish(request, "stop", token)
-        elif count >= request.params.max_tokens or request.num_tokens >= self.room:
+        elif count >= request.params.max_tokens or len(request.token_ids) >= self.room:
             self.finish(request, "length")

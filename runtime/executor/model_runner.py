@@ -50,8 +50,11 @@ class ModelRunner:
             for layer in model.layers
         ]
 
+    def collect(self, step: list[StepResult]) -> list[StepResult]:
+        return step
+
     @torch.inference_mode()
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
+    def submit(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
         """Compute a step; results in the order of `batch`."""
         order = sorted(range(len(batch)), key=lambda i: (batch[i].num_tokens > 1, batch[i].start))
         works = [batch[i] for i in order]

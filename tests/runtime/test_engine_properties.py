@@ -34,8 +34,12 @@ class FakeExecutor:
         self.slots: dict[int, int] = {}
         self.fail_next = False
         self.most_tokens = 0
+        self.last: dict[Request, int] = {}  # sampled by the step before
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
+    def collect(self, step: list[StepResult]) -> list[StepResult]:
+        return step
+
+    def submit(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("device lost")
@@ -46,11 +50,13 @@ class FakeExecutor:
                 slot = self._slot(work, position)
                 assert slot not in written, "two writers of one slot"
                 written.add(slot)
-                self.slots[slot] = work.request.token_ids[position]
+                known = work.request.token_ids
+                self.slots[slot] = known[position] if position < len(known) else self.last[work.request]
         results = []
         for work in batch:
             context = [self.slots[self._slot(work, p)] for p in range(work.start + work.num_tokens)]
             results.append(StepResult(next_token(context)) if work.sample else StepResult())
+        self.last = {w.request: r.token_id for w, r in zip(batch, results) if r.token_id is not None}
         return results
 
     def _slot(self, work: ScheduledRequest, position: int) -> int:
@@ -64,10 +70,20 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_core(num_blocks: int, block_size: int, budget: int, seqs: int, *, static: bool = False, prefix: bool = True):
+def make_core(
+    num_blocks: int,
+    block_size: int,
+    budget: int,
+    seqs: int,
+    *,
+    static: bool = False,
+    prefix: bool = True,
+    ahead: bool = False,
+):
     executor = FakeExecutor(block_size)
     config = SchedulerConfig(seqs, max(budget, seqs), max_model_len=256, static_batching=static)
-    return EngineCore(config, KVCacheManager(num_blocks, block_size, prefix_caching=prefix), executor), executor
+    kv = KVCacheManager(num_blocks, block_size, prefix_caching=prefix)
+    return EngineCore(config, kv, executor, run_ahead=ahead and not static), executor
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,13 +94,14 @@ def make_core(num_blocks: int, block_size: int, budget: int, seqs: int, *, stati
     seqs=st.integers(1, 6),
     static=st.booleans(),
     prefix=st.booleans(),
+    ahead=st.booleans(),
 )
 def test_every_request_ends_right_under_random_traffic(
-    seed: int, num_blocks: int, budget: int, seqs: int, static: bool, prefix: bool
+    seed: int, num_blocks: int, budget: int, seqs: int, static: bool, prefix: bool, ahead: bool
 ) -> None:
     """Arrivals, aborts and preemptions in any order: outputs are what each prompt alone gives, and no block leaks."""
     rng = random.Random(seed)
-    core, executor = make_core(num_blocks, 8, budget, seqs, static=static, prefix=prefix)
+    core, executor = make_core(num_blocks, 8, budget, seqs, static=static, prefix=prefix, ahead=ahead)
     shared = [rng.randrange(50) for _ in range(40)]
     room = num_blocks * 8
     alive: dict[str, Request] = {}
@@ -92,8 +109,10 @@ def test_every_request_ends_right_under_random_traffic(
     for step in range(120):
         if step < 60 and rng.random() < 0.4:
             prompt = shared[: rng.randrange(1, 40)] + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
-            params = SamplingParams(max_tokens=rng.randrange(1, 20), temperature=0)
-            request = Request(f"r{step}", prompt, params)
+            logprobs = 0 if rng.random() < 0.2 else None  # such a request does not let steps run ahead
+            params = SamplingParams(max_tokens=rng.randrange(1, 20), temperature=0, logprobs=logprobs)
+            stops = frozenset(rng.sample(range(50), 2)) if rng.random() < 0.5 else frozenset()
+            request = Request(f"r{step}", prompt, params, stop_token_ids=stops)
             if len(prompt) + 1 > room:
                 with pytest.raises(QtoolError, match="the context is"):
                     core.add_request(request)
@@ -116,17 +135,34 @@ def test_every_request_ends_right_under_random_traffic(
     assert not alive, "an admitted request never ended"
     for request in finished:
         count = min(request.params.max_tokens, room - request.num_prompt_tokens, 256 - request.num_prompt_tokens)
-        assert request.output_token_ids == expected_output(request.prompt_token_ids, count)
-        assert request.finish_reason == "length"
+        want = expected_output(request.prompt_token_ids, count)
+        end = next((i for i, token in enumerate(want) if token in request.stop_token_ids), None)
+        assert request.output_token_ids == (want if end is None else want[: end + 1])
+        assert request.finish_reason == ("length" if end is None else "stop")
     assert core.kv.pool.num_used == 0
     assert core.kv.pool.num_free == num_blocks
     assert executor.most_tokens <= max(budget, seqs)
 
 
-def test_ten_thousand_steps_in_a_tiny_cache() -> None:
+def test_running_ahead_submits_a_step_before_the_last_one_is_known() -> None:
+    core, executor = make_core(64, 8, 64, 4, ahead=True)
+    core.add_request(request := Request("r", [1, 2, 3], SamplingParams(max_tokens=3, temperature=0)))
+    assert core.step() == []  # the prompt is on the device
+    assert executor.last[request] == expected_output([1, 2, 3], 1)[0]
+    assert core.step() == [request]  # and now the second token too, while the first becomes known
+    assert request.output_token_ids == expected_output([1, 2, 3], 1)
+    assert executor.last[request] == expected_output([1, 2, 3], 2)[1]
+    while core.has_unfinished():
+        core.step()
+    assert request.output_token_ids == expected_output([1, 2, 3], 3)
+    assert core.stats().num_steps == 3  # nothing was computed in vain: the length was known beforehand
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ten_thousand_steps_in_a_tiny_cache(ahead: bool) -> None:
     """A long run at the edge of the memory, with preemptions and aborts all the way."""
     rng = random.Random(5)
-    core, _ = make_core(12, 8, 24, 6)
+    core, _ = make_core(12, 8, 24, 6, ahead=ahead)
     alive: dict[str, Request] = {}
     preemptions = 0
     for step in range(10_000):

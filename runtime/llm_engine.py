@@ -133,10 +133,12 @@ class LLMEngine:
         self.dtype = decoder.dtype
         self._vocab_size = decoder.config.vocab_size
         self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size)
+        self.runner.prepare(max_num_seqs, wanted)
         self._core = EngineCore(
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, wanted, static_batching),
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
             self.runner,
+            run_ahead=self.runner.runs_ahead and not static_batching,
         )
         self._entries: dict[str, _Entry] = {}
         self._home: dict[Request, tuple[_Entry, int]] = {}

@@ -5,16 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qtool.runtime.engine.params import TokenLogprobs
-from qtool.runtime.engine.request import ScheduledRequest, StepResult
+from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.dispatch import layer_ops
 from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
+from qtool.runtime.kernels.layer_ops import StepPlan
 from qtool.runtime.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from qtool.runtime.executor.decode_graphs import DecodeGraphs
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
 NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
@@ -25,6 +31,16 @@ def kv_block_bytes(model: Decoder, block_size: int) -> int:
     config = model.config
     token = kv_bytes_per_token(2 * config.num_kv_heads, config.head_dim, model.dtype, model.kv_mode)
     return config.num_layers * block_size * token
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step on the device: its sampled tokens arrive in `tokens`, one for each piece of work that samples."""
+
+    batch: Sequence[ScheduledRequest]
+    rows: dict[Request, int]
+    tokens: Tensor  # pinned
+    arrived: torch.cuda.Event
 
 
 class ModelRunner:
@@ -49,15 +65,115 @@ class ModelRunner:
             )
             for layer in model.layers
         ]
+        self.graphs: DecodeGraphs | None = None
+        self._sampled = torch.empty(0, dtype=torch.int32, device=self.device)  # by the last step, in order of its rows
+        self._rows: dict[Request, int] = {}  # of `_sampled`
 
-    def collect(self, step: list[StepResult]) -> list[StepResult]:
-        return step
+    @property
+    def runs_ahead(self) -> bool:
+        """Steps can be submitted before the tokens of the step before are known."""
+        return self.ops.on_device
 
     @torch.inference_mode()
-    def submit(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
-        """Compute a step; results in the order of `batch`."""
-        order = sorted(range(len(batch)), key=lambda i: (batch[i].num_tokens > 1, batch[i].start))
-        works = [batch[i] for i in order]
+    def prepare(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Make room for steps of up to `max_num_seqs` sequences and, where the device has CUDA graphs, capture them."""
+        if not self.ops.on_device:
+            return
+        from qtool.runtime.executor.decode_graphs import DecodeGraphs
+
+        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
+        with torch.cuda.device(self.device):
+            self.graphs = DecodeGraphs(
+                self.model,
+                self.caches,
+                self.ops,
+                self._sampled,
+                max_num_seqs=max_num_seqs,
+                max_blocks=-(-max_model_len // self.block_size),
+            )
+
+    @torch.inference_mode()
+    def submit(self, batch: Sequence[ScheduledRequest]) -> list[StepResult] | _InFlight:
+        """Begin a step; where the host has to see it all, compute it."""
+        if not self.ops.on_device:
+            return self._compute(batch)
+        with torch.cuda.device(self.device):
+            plain = all(w.request.may_run_ahead and not w.padding for w in batch)
+            decodes = all(w.num_tokens == 1 and w.sample and not _scored_span(w) for w in batch)
+            if decodes and self.graphs is not None and self.graphs.fits(len(batch)):
+                logits = self._replay(batch)
+                return self._in_flight(batch, batch) if plain else self._sampled_results(batch, logits)
+            return self._run_ahead(batch) if plain else self._compute(batch)
+
+    def collect(self, step: list[StepResult] | _InFlight) -> list[StepResult]:
+        """Results in the order of the batch."""
+        if isinstance(step, list):
+            return step
+        step.arrived.synchronize()
+        tokens = step.tokens.tolist()
+        results = []
+        for work in step.batch:
+            row = step.rows.get(work.request)
+            failed = row is not None and tokens[row] == NO_TOKEN
+            results.append(self._failure() if failed else StepResult(None if row is None else tokens[row]))
+        return results
+
+    def _failure(self) -> StepResult:
+        return StepResult(error=f"{NOT_FINITE} ({str(self.model.dtype).removeprefix('torch.')} here)")
+
+    def _replay(self, batch: Sequence[ScheduledRequest]) -> Tensor:
+        assert self.graphs is not None
+        tokens, sources = self._inputs(batch)
+        return self.graphs.replay(tokens, sources, [w.start for w in batch], [w.block_table for w in batch])
+
+    def _inputs(self, works: Sequence[ScheduledRequest]) -> tuple[list[int], list[int]]:
+        """Token ids of the step, and where a token is known to the device alone: its row of `_sampled`, else -1."""
+        tokens: list[int] = []
+        sources: list[int] = []
+        for work in works:
+            end = work.start + work.num_tokens
+            known = work.request.token_ids[work.start : end]
+            tokens += known
+            sources += [-1] * len(known)
+            if len(known) < work.num_tokens:
+                tokens.append(0)
+                sources.append(self._rows[work.request])
+        return tokens, sources
+
+    def _in_flight(self, batch: Sequence[ScheduledRequest], due: Sequence[ScheduledRequest]) -> _InFlight:
+        """The tokens of `due` are the first of `_sampled`: bring them to the host when they are there."""
+        self._rows = {work.request: row for row, work in enumerate(due)}
+        tokens = torch.empty(len(due), dtype=torch.int32, pin_memory=True)
+        tokens.copy_(self._sampled[: len(due)], non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return _InFlight(batch, self._rows, tokens, arrived)
+
+    def _run_ahead(self, batch: Sequence[ScheduledRequest]) -> _InFlight:
+        """A step of greedy requests, none of whose tokens the host has to see before the next."""
+        from qtool.runtime.kernels.cuda.tokens import greedy
+
+        works = [batch[i] for i in _row_order(batch)]
+        hidden, _ = self._forward(works)
+        due, last, row = [], [], 0
+        for work in works:
+            row += work.num_tokens
+            if work.sample:
+                due.append(work)
+                last.append(row - 1)
+        if due:
+            logits = self.model.logits(hidden[self._index(last)], self.ops)
+            if len(due) > len(self._sampled):
+                self._sampled = torch.empty(len(due), dtype=torch.int32, device=self.device)
+            greedy(logits, self._sampled)
+        return self._in_flight(batch, due)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        index = torch.tensor(rows, dtype=torch.long, pin_memory=self.device.type == "cuda")
+        return index.to(self.device, non_blocking=True)
+
+    def _forward(self, works: Sequence[ScheduledRequest]) -> tuple[Tensor, StepPlan]:
+        """Hidden states of the tokens of `works` (in row order), and the step's plan."""
         plan = self.ops.plan(
             [w.start for w in works],
             [w.num_tokens for w in works],
@@ -68,11 +184,22 @@ class ModelRunner:
             dtype=self.model.dtype,
             device=self.device,
         )
-        flat = [t for w in works for t in w.request.token_ids[w.start : w.start + w.num_tokens]]
-        hidden = self.model.forward(torch.tensor(flat, device=self.device), plan, self.caches, self.ops)
+        tokens, sources = self._inputs(works)
+        ids = self._index(tokens)
+        if any(source >= 0 for source in sources):
+            from qtool.runtime.kernels.cuda.tokens import feed
+
+            ids = feed(ids.int(), self._index(sources).int(), self._sampled)
+        return self.model.forward(ids, plan, self.caches, self.ops), plan
+
+    def _compute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
+        """A step whose results the host needs at once; in the order of `batch`."""
+        order = _row_order(batch)
+        works = [batch[i] for i in order]
+        hidden, plan = self._forward(works)
         broken = ~hidden.abs().amax(dim=-1).isfinite()  # [num_tokens]
         failed = broken.tolist()
-        if any(failed):
+        if any(failed) and not self.ops.on_device:
             for cache in self.caches:
                 cache.erase(plan.slot_mapping[broken])
         results: list[StepResult] = [StepResult()] * len(batch)
@@ -86,10 +213,15 @@ class ModelRunner:
         for index, work, first, scores in zip(order, works, first_rows, scored):
             token, logprobs = sampled.get(first, (None, None))
             if any(failed[first : first + work.num_tokens]) or token == NO_TOKEN or not all(map(_is_finite, scores)):
-                results[index] = StepResult(error=f"{NOT_FINITE} ({str(self.model.dtype).removeprefix('torch.')} here)")
+                results[index] = self._failure()
             else:
                 results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
         return results
+
+    def _sampled_results(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> list[StepResult]:
+        """Results of a step of decodes alone."""
+        tokens, logprobs = sample(logits.float(), _sampling_rows(batch))
+        return [self._failure() if t == NO_TOKEN else StepResult(t, p) for t, p in zip(tokens, logprobs)]
 
     def _sample(
         self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]
@@ -98,13 +230,8 @@ class ModelRunner:
         due = [(w, f) for w, f in zip(works, first_rows) if w.sample or w.padding]
         if not due:
             return {}
-        last = torch.tensor([f + w.num_tokens - 1 for w, f in due], device=self.device)
-        logits = self.model.logits(hidden[last])
-        rows = [
-            SamplingRow(r.params, r.token_ids, r.num_prompt_tokens, r.stop_token_ids, r.sample_seed)
-            for r in (w.request for w, _ in due)
-        ]
-        tokens, logprobs = sample(logits, rows)
+        logits = self._logits(hidden, [f + w.num_tokens - 1 for w, f in due])
+        tokens, logprobs = sample(logits, _sampling_rows([w for w, _ in due]))
         return {f: (t, p) for (w, f), t, p in zip(due, tokens, logprobs) if w.sample}
 
     def _score(
@@ -137,7 +264,19 @@ class ModelRunner:
         return scores
 
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        return self.model.logits(hidden[self._index(rows)], self.ops).float()
+
+
+def _row_order(batch: Sequence[ScheduledRequest]) -> list[int]:
+    """Pieces of one token first, in ascending order of their context: what LayerOps.plan wants."""
+    return sorted(range(len(batch)), key=lambda i: (batch[i].num_tokens > 1, batch[i].start))
+
+
+def _sampling_rows(works: Sequence[ScheduledRequest]) -> list[SamplingRow]:
+    return [
+        SamplingRow(r.params, r.token_ids, r.num_prompt_tokens, r.stop_token_ids, r.sample_seed)
+        for r in (w.request for w in works)
+    ]
 
 
 def _scored_span(work: ScheduledRequest) -> range:

@@ -90,6 +90,8 @@ class LayerOps:
     """The operations of one device.
 
     Attributes:
+        on_device: no call waits for the device, so steps can be queued and decodes captured into CUDA graphs; slots
+            that hold no token of a sequence count for nothing, even where NaN lies in them.
         plan: a step's layout, shared by all layers.
         rotation: (cos, sin tables [max_model_len, 1, head_dim], plan) → what `attend` wants of them.
         norm_linear: (hidden [tokens, hidden_size], delta or None, norm weight, eps, linear) → (linear of the norm of
@@ -98,6 +100,7 @@ class LayerOps:
         silu_linear: (gate and up side by side [tokens, 2 * inner], linear) → linear of silu(gate) * up.
     """
 
+    on_device: bool
     plan: PlanFn
     rotation: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
     norm_linear: Callable[[Tensor, Tensor | None, Tensor, float, Linear], tuple[Tensor, Tensor]]
@@ -163,4 +166,4 @@ def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
     return linear(functional.silu(gate).mul_(up))
 
 
-TORCH_OPS = LayerOps(_plan, _rotation, _norm_linear, _attend, _silu_linear)
+TORCH_OPS = LayerOps(False, _plan, _rotation, _norm_linear, _attend, _silu_linear)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.runtime.kernels.kv_cache import KVCache, KVMode
-from qtool.runtime.kernels.layer_ops import AttentionShape, LayerOps, StepPlan, rms_norm
+from qtool.runtime.kernels.layer_ops import AttentionShape, LayerOps, StepPlan
 from qtool.runtime.models.layers import LinearFn
 
 
@@ -91,9 +91,9 @@ class Decoder:
             delta = ops.silu_linear(gate_up, layer.down)
         return hidden if delta is None else hidden + delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [rows, hidden_size] → [rows, vocab_size] float32."""
-        return self.head(rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
+    def logits(self, hidden: Tensor, ops: LayerOps) -> Tensor:
+        """Hidden states [rows, hidden_size] → [rows, vocab_size]."""
+        return ops.norm_linear(hidden, None, self.norm, self.config.rms_norm_eps, self.head)[0]
 
     @property
     def attention_shape(self) -> AttentionShape:

@@ -201,7 +201,7 @@ def test_other_values_are_refused(tiny_model: Any) -> None:
 @pytest.mark.slow
 def test_int8_costs_the_default_model_less_than_a_hundredth_of_a_nat(default_model: Path, shared: Path) -> None:
     base = LLM(default_model, device="cpu", dtype="float32")
-    text = text_windows(base.tokenizer, shared / "evalsets/wikitext2_raw_test.txt", windows=2, context=512).tokens
+    text = text_windows(base.tokenizer, shared / "evalsets/wikitext2_raw_test.txt", windows=2, context=384).tokens
     want = list(base.prompt_logits(text.tolist()))
     del base
     # chunks of 128: three quarters of the tokens read keys and values from blocks written before

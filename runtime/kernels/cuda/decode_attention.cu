@@ -207,6 +207,12 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
         UNROLL for (int e = 0; e < 4; e++) {
           const int token = tile * 16 + n * 8 + 2 * t + (e & 1);
           if (token > position || token < first) s[n][e] = MINUS_INFINITY;
+          if (e < 2 && token > position) {               // 0 times what lies there must be 0, even if that is NaN
+            UNROLL for (int c = 0; c < CHUNKS; c++) v[2 * n + e][c] = Values{};
+#if KV
+            v_scale[2 * n + e] = 0.f;
+#endif
+          }
         }
     u32 p[4] = {0, 0, 0, 0};
     UNROLL for (int r = 0; r < ROWS; r++) {

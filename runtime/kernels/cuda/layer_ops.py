@@ -87,5 +87,5 @@ def _plan(
     return plan_step(starts, counts, tables, block_size=block_size, shape=shape, device=device)
 
 
-CUDA_OPS = LayerOps(_plan, _rotation, _norm_linear, attend, _silu_linear)
+CUDA_OPS = LayerOps(True, _plan, _rotation, _norm_linear, attend, _silu_linear)
 """For models and block sizes for which `unsupported` gave None."""

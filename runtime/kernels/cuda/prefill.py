@@ -26,11 +26,13 @@ def _step(
     blocks = tl.load(table + at // block_size, mask=at < key_limit, other=0)
     slots = blocks.to(tl.int64) * block_size + at % block_size
     key_rows = slots * (2 * kv_heads) + head
-    inside = dims[None, :] < dim
+    # beyond the context: zeros, since 0 times what lies there must be 0, even if that is NaN
+    inside = (dims[None, :] < dim) & (at < key_limit)[:, None]
     k = tl.load(cache + key_rows[:, None] * dim + dims[None, :], mask=inside, other=0)
     s = tl.dot(q, tl.trans(k.to(q.dtype))) * factor
     if has_scales:
-        s *= tl.load(scales + slots * scale_stride + head).to(tl.float32)[None, :]
+        key_scales = tl.load(scales + slots * scale_stride + head, mask=at < key_limit, other=0)
+        s *= key_scales.to(tl.float32)[None, :]
     if masked:
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] > positions[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
@@ -42,7 +44,8 @@ def _step(
     v = tl.load(cache + (key_rows + kv_heads)[:, None] * dim + dims[None, :], mask=inside, other=0)
     if has_scales:
         # times 256, which keeps small scales within float16
-        p *= tl.load(scales + slots * scale_stride + head + kv_heads).to(tl.float32)[None, :] * 256.0
+        value_scales = tl.load(scales + slots * scale_stride + head + kv_heads, mask=at < key_limit, other=0)
+        p *= value_scales.to(tl.float32)[None, :] * 256.0
     accumulator = tl.dot(p.to(q.dtype), v.to(q.dtype), accumulator * shrink[:, None])
     return accumulator, top, total
 

@@ -61,9 +61,8 @@ def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, windo
     for tokens, start, table in zip(kv, contexts, tables):
         slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start)], dtype=torch.long)
         read.append(cache.write(tokens[:start], slots))
-    starts_, counts_ = contexts, counts
     plan = plan_attention(
-        starts_, counts_, tables, block_size=BLOCK, windows=frozenset([window]), dtype=torch.float32, device=CPU
+        contexts, counts, tables, block_size=BLOCK, windows=frozenset([window]), dtype=torch.float32, device=CPU
     )
     q = torch.randn(sum(counts), HEADS, DIM)
     now = cache.write(torch.cat([t[s:] for t, s in zip(kv, contexts)]), plan.slot_mapping)
@@ -85,11 +84,10 @@ def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, windo
 def test_bytes_are_those_of_the_tensors(mode: KVMode, dtype: torch.dtype) -> None:
     cache = new_cache(mode, num_blocks=3, dtype=dtype)
     assert cache.num_bytes == 3 * BLOCK * kv_bytes_per_token(2 * KV_HEADS, DIM, dtype, mode)
-    held = {
-        id(t.untyped_storage()): t.untyped_storage().nbytes() for t in (cache.values, cache.scales) if t is not None
-    }
+    tensors = [cache.values] if cache.scales is None else [cache.values, cache.scales]
+    held = sum(t.untyped_storage().nbytes() for t in tensors)
     fixed = 4 * 2 * KV_HEADS if mode == "int8-static" else 0  # the scales themselves, once
-    assert sum(held.values()) == cache.num_bytes + fixed
+    assert held == cache.num_bytes + fixed
 
 
 def test_static_scales_stay_and_what_lies_beyond_them_is_clipped() -> None:

@@ -111,4 +111,4 @@ def draw(batches: Sequence[Tensor], samples: Tensor) -> Tensor:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data

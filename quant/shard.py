@@ -60,7 +60,7 @@ class ShardWriter:
         """Write one tensor, from whatever device."""
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-        self._data.write(memoryview(content.numpy()))
+        self._data.write(content.numpy().data)
         self._entries[name] = _Entry(tensor.dtype, tuple(tensor.shape), self.num_bytes, content.numel())
         self.num_bytes += content.numel()
 

@@ -27,6 +27,7 @@ GRID_SEARCHES: tuple[GridSearch, ...] = ("minmax", "signed", "mse")
 SHRINK = tuple(1 - i / 32 for i in range(18))  # clip factors tried by the mse search: 1 down to 0.47
 _ZERO_SHIFTS = (0, -1, 1, -2, 2)  # zero points tried beside the range's own, where a step is coarse enough to matter
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 25}  # elements searched at once: bounds memory, and stays in a CPU's cache
+_CHECK = 1 << 24  # elements looked at together for NaN and infinity
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def concat_grids(parts: list[Grid]) -> Grid:
 
 def check_finite(tensor: Tensor, what: str) -> None:
     """Raise QtoolError where a tensor holds NaN or infinity; `what` names it."""
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
+    pieces = tensor.reshape(-1).split(_CHECK)  # the test makes copies
+    if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+        bad = sum(int((~torch.isfinite(piece)).sum()) for piece in pieces)
         raise QtoolError(f"{what} holds {bad} NaN or infinite values: the model cannot be quantized as it is")
 
 

@@ -84,7 +84,7 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
         QtoolError: NaN or infinity in the Hessian, or no damping up to 1 makes it positive definite; names `layer`.
     """
     diagonal = hessian.diagonal()
-    if not bool(torch.isfinite(hessian).all()):
+    if not _is_finite(hessian):
         raise QtoolError(f"{layer}: calibration activations hold NaN or infinite values, or overflow float32")
     dead = diagonal <= 0
     order = (
@@ -107,10 +107,17 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
         if not int(failed):
             _invert_lower(lower)
             upper = lower.flip(0, 1)
-            if bool(torch.isfinite(upper).all()):
+            if _is_finite(upper):
                 return InverseFactor(upper, order, dead, used)
         used = max(used, 1e-4) * 10
     raise QtoolError(f"{layer}: the Hessian stays singular at a damping of {_MAX_DAMPING}: use more calibration data")
+
+
+def _is_finite(matrix: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity; by rows, since the test makes copies."""
+    return all(
+        bool(torch.isfinite(rows).all()) for rows in matrix.split(_TILE["cpu"] if matrix.is_cpu else len(matrix))
+    )
 
 
 def _invert_lower(lower: Tensor) -> None:

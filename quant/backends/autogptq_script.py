@@ -43,10 +43,14 @@ def check_first_block(model: Any, tokens: list[int], expected_file: str) -> None
     from safetensors.torch import load_file
 
     expected = load_file(expected_file)["first_block"]
+    found: list[Any] = []
+    handle = model.model.layers[0].register_forward_hook(
+        lambda module, args, output: found.append(output[0] if isinstance(output, tuple) else output)
+    )
     with torch.no_grad():
-        ids = torch.tensor([tokens], device=model.device)
-        states = model.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-    difference = float((states[1][0].cpu().float() - expected).norm() / expected.norm())
+        model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
+    handle.remove()
+    difference = float((found[0][0].cpu().float() - expected).norm() / expected.norm())
     if not difference <= MOST_DIFFERENCE:
         sys.exit(
             f"transformers {importlib.metadata.version('transformers')} reads this model otherwise than the present "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +13,13 @@ from typing import Any
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn
 
-PROGRESS = "@progress "  # a line `@progress DONE TOTAL` of a script's output
+_PROGRESS = re.compile(r"@progress (\d+) (\d+)\s*$")  # at a line's end: a progress bar may stand before it
 
 
 def parse_progress(line: str) -> tuple[int, int] | None:
-    """(done, total) of a progress line, None for any other line of output."""
-    if not line.startswith(PROGRESS):
-        return None
-    done, total = line.removeprefix(PROGRESS).split()
-    return int(done), int(total)
+    """(done, total) of a script's line `@progress DONE TOTAL`, None for any other line of output."""
+    found = _PROGRESS.search(line)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def run_script(
@@ -45,7 +44,7 @@ def run_script(
     command = [str(python), "-P", str(script), str(request_file)]
     last, total = "", 1
     with (
-        log.open("w", encoding="utf-8") as out,
+        log.open("w", encoding="utf-8", buffering=1) as out,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -167,7 +167,8 @@ def command(
     from qtool.quant.errors import QtoolError
     from qtool.quant.fingerprint import model_fingerprint
     from qtool.quant.hub import resolve_model
-    from qtool.quant.pipeline import calibration_notes, prepare, quantize
+    from qtool.quant.job import calibration_notes, prepare
+    from qtool.quant.pipeline import quantize
     from qtool.quant.planfile import read_plan
     from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme, parse_scheme
 

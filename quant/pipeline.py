@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool._version import __version__
-from qtool.quant.algorithms.rounding import SearchSettings
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.algorithms.smoothquant import ALPHA, check_alpha
+from qtool.quant.algorithms.smoothquant import ALPHA
 from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
-from qtool.quant.blockwise import BlockResult, LayerRecord, Settings, quantize_block
+from qtool.quant.blockwise import BlockResult, LayerRecord, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set, compute_dtype
-from qtool.quant.checkpoint import Checkpoint, Weights
+from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
-from qtool.quant.errors import QtoolError
-from qtool.quant.fingerprint import model_fingerprint
-from qtool.quant.formats import FormatName, QuantWriter, compressed_tensors, read_quantization_config, writer
+from qtool.quant.formats import FormatName, compressed_tensors
 from qtool.quant.hub import resolve_model
+from qtool.quant.job import DEFAULT_ITERS, Job, artifact_bytes, block_schemes, calibration_notes, kept_names, prepare
 from qtool.quant.kv_calibration import KVRecord, calibrate_kv, kv_notes, kv_tensors
-from qtool.quant.method import parse_method
-from qtool.quant.numerics import GRID_SEARCHES, GridSearch, check_finite, clipped_share, weight_error
+from qtool.quant.numerics import GridSearch, check_finite, clipped_share, weight_error
 from qtool.quant.progress import ProgressFn, silent
+from qtool.quant.record import artifact_record, kv_facts, run_facts
 from qtool.quant.resume import BlockStore, restore
-from qtool.quant.scheme import QuantPlan, QuantScheme, check_covers, scheme_name, uniform_plan
-from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
+from qtool.quant.scheme import QuantPlan, QuantScheme, scheme_name
 from qtool.quant.usage import peak_gpu_memory, peak_memory
-from qtool.quant.views import rotated, untied
 from qtool.quant.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
 RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
-KV_CACHES = ("float", "int8")
-DEFAULT_ITERS = SearchSettings.iters
 
 
 @dataclass(frozen=True)
@@ -84,170 +76,6 @@ class QuantizeReport:
         }
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything that a run needs, checked: nothing of it can be refused any more but for the weights themselves.
-
-    `weights` is what is quantized: the `checkpoint`, or a view of it (untied, rotated).
-    """
-
-    checkpoint: Checkpoint
-    weights: Weights
-    structure: ModelStructure
-    shapes: Mapping[str, tuple[int, int]]
-    plan: QuantPlan
-    settings: Settings
-    writer: QuantWriter
-    format: str
-    kv_int8: bool
-    notes: tuple[str, ...]
-
-    @property
-    def calibrated(self) -> bool:
-        """Something of the run is measured on calibration data."""
-        return self.settings.stages.calibrated or self.kv_int8
-
-
-def _summarize(notes: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each distinct note, with how many layers it concerns."""
-    counts = Counter(notes.values())
-    first = {note: layer for layer, note in reversed(list(notes.items()))}
-    return tuple(f"{count} layers (first {first[note]}): {note}" for note, count in counts.items())
-
-
-def prepare(
-    checkpoint: Checkpoint,
-    *,
-    scheme: QuantScheme | None = None,
-    plan: QuantPlan | None = None,
-    head: QuantScheme | None = None,
-    method: str = "gptq",
-    untie: bool = False,
-    grid: GridSearch | None = None,
-    format: FormatName = "compressed-tensors",
-    kv_cache: str = "float",
-    iters: int = DEFAULT_ITERS,
-    alpha: float = ALPHA,
-    seed: int = 0,
-) -> Job:
-    """Decide how every layer is quantized; refuse what cannot be done. Reads no weights.
-
-    Raises:
-        QtoolError: a checkpoint that is quantized already, an unsupported architecture, neither or both of scheme and
-            plan, a plan of other layers, a group that nothing divides, a plan that the format cannot hold.
-    """
-    if read_quantization_config(checkpoint) is not None:
-        raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
-    stages = parse_method(method)
-    check_alpha(alpha)
-    if grid is not None and grid not in GRID_SEARCHES:
-        raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
-    if iters < 1:
-        raise QtoolError(f"{iters} iterations of the rounding search: use at least 1, or --method gptq for none")
-    if kv_cache not in KV_CACHES:
-        raise QtoolError(f"KV cache {kv_cache!r} is not supported: use one of {', '.join(KV_CACHES)}")
-    if kv_cache == "int8" and format != compressed_tensors.NAME:
-        raise QtoolError(f"the {format} format cannot say that the KV cache is int8: use {compressed_tensors.NAME}")
-    if (scheme is None) == (plan is None):
-        raise QtoolError("give either one scheme for all layers or a plan, not both and not neither")
-    structure = structure_of(checkpoint.config)
-    weights = untied(checkpoint, structure) if untie else checkpoint
-    structure = structure_of(weights.config)
-    shapes = linear_shapes(checkpoint)
-    notes: dict[str, str] = {}
-    untied_bytes = 0 if weights is checkpoint else weights.tensor_bytes(f"{structure.head}.weight")
-    if plan is None:
-        assert scheme is not None
-        plan, notes = uniform_plan(shapes, scheme)
-    if head is not None:
-        plan = QuantPlan({**plan.layers, structure.head: head})
-    if check_head(plan, structure, format):
-        shapes[structure.head] = _head_shape(weights, structure)
-    check_covers(plan, shapes)
-    for names in fused_groups(structure):
-        if len({plan[name] for name in names}) > 1:
-            found = ", ".join(f"{name.rpartition('.')[2]} {scheme_name(plan[name])}" for name in names)
-            raise QtoolError(
-                f"the plan's layers {names[0].rpartition('.')[0]}: {found}; servers fuse them, so they need one scheme"
-            )
-    for name, own in plan.layers.items():
-        if own is not None:
-            try:
-                own.num_groups(shapes[name][1])
-            except QtoolError as error:
-                raise QtoolError(f"the plan's layer {name}: {error}") from None
-    if stages.scale == "smoothquant" and not any(own.act_bits for own in plan.schemes()):
-        raise QtoolError(
-            "smoothquant makes room for 8-bit activations, and no layer has them: use --w-bit 8 --a-bit 8, or awq"
-        )
-    if not plan.schemes():
-        raise QtoolError("the plan leaves every layer in 16 bits: there is nothing to quantize")
-    out_format = writer(format)
-    out_format.check_plan(plan, shapes)
-    ordered = QuantPlan({name: plan[name] for name in shapes})
-    dtype = checkpoint.tensor(f"{next(iter(shapes))}.weight").dtype
-    config = checkpoint.config
-    settings = Settings(
-        method=method,
-        grid=grid or ("mse" if stages.calibrated else "minmax"),
-        scale_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float16,
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-        alpha=alpha,
-        search=SearchSettings(iters=iters, seed=seed),
-    )
-    said = _summarize(notes)
-    if untied_bytes:
-        said = (*said, f"the head is untied from the embedding: {untied_bytes / 1e6:.1f} MB more in 16 bits")
-    if stages.rotate:
-        exact = {f"{name}.weight" for name, own in plan.layers.items() if own is not None}
-        weights = rotated(weights, structure, head_dim=settings.head_dim, seed=seed, exact=exact)
-    kv_int8 = kv_cache == "int8"
-    return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, kv_int8, said)
-
-
-def check_head(plan: QuantPlan, structure: ModelStructure, format: str) -> bool:
-    """Whether `plan` says something of the head.
-
-    Raises:
-        QtoolError: it quantizes the embedding, a head that is the embedding, or a head in a format that cannot say so.
-    """
-    if plan.layers.get(structure.embed) is not None:
-        raise QtoolError(f"the plan quantizes {structure.embed}: an embedding is looked up, not multiplied, and stays")
-    scheme = plan.layers.get(structure.head)
-    if scheme is not None and structure.tied_head:
-        raise QtoolError(
-            f"the plan quantizes {structure.head}, which is the embedding itself: pass --untie to store the head by "
-            "itself, or leave it in 16 bits"
-        )
-    if scheme is not None and format != "compressed-tensors":
-        raise QtoolError(f"a quantized head ({structure.head}) is not written in the {format} format")
-    return structure.head in plan.layers
-
-
-def _head_shape(weights: Weights, structure: ModelStructure) -> tuple[int, int]:
-    tied = structure.tied_head and f"{structure.head}.weight" not in weights
-    rows, cols = weights.shape(f"{structure.embed if tied else structure.head}.weight")
-    return rows, cols
-
-
-def artifact_bytes(job: Job) -> int:
-    """Bytes that the artifact will take on disk, from shapes alone; files copied along are counted."""
-    planned = job.plan.num_bytes(job.shapes)
-    kept = sum(job.weights.tensor_bytes(name) for name in _kept_names(job))
-    extra = 256 * len(job.weights.names())  # headers
-    if job.format != "compressed-tensors":  # these store zero points and group indices always
-        extra += sum(4 * cols + rows * cols // 32 for rows, cols in job.shapes.values())
-    return planned + kept + extra + sum(p.stat().st_size for p in companion_files(job.checkpoint.folder))
-
-
-def _kept_names(job: Job) -> list[str]:
-    """Tensors that stay in 16 bits. A tied head that is stored all the same is left out."""
-    replaced = {f"{name}.weight" for name, scheme in job.plan.layers.items() if scheme is not None}
-    if job.structure.tied_head and f"{job.structure.embed}.weight" in job.weights:
-        replaced.add(f"{job.structure.head}.weight")
-    return [name for name in job.weights.names() if name not in replaced]
-
-
 def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None:
     """Raise QtoolError naming the first tensor that holds NaN or infinity."""
     names = checkpoint.names()
@@ -283,25 +111,11 @@ def _rtn_blocks(job: Job, device: torch.device) -> Iterator[BlockResult]:
     """Round every block to nearest, straight from the checkpoint."""
     for index in range(job.structure.num_blocks):
         result = BlockResult()
-        for name, scheme in _block_schemes(job, index).items():
+        for name, scheme in block_schemes(job, index).items():
             if scheme is None:
                 continue
             result.weights[name], result.records[name] = _round_plainly(job, name, scheme, device)
         yield result
-
-
-def _run_facts(job: Job, calibration: CalibrationSet, seed: int, device: torch.device) -> dict[str, Any]:
-    """What the blocks of a run depend on: two runs that agree in it quantize every block alike."""
-    return {
-        "qtool_version": __version__,
-        "torch_version": torch.__version__,
-        "device": device.type,
-        "model": model_fingerprint(job.checkpoint),
-        "calibration": calibration.facts(),
-        "seed": seed,
-        "settings": asdict(job.settings),
-        "plan": {name: scheme_name(scheme) for name, scheme in job.plan.layers.items()},
-    }
 
 
 def _calibrated_blocks(
@@ -327,7 +141,7 @@ def _calibrated_blocks(
         if result is not None:
             restore(block, result)
         else:
-            result = quantize_block(block, job.structure, _block_schemes(job, block.index), job.settings, outputs)
+            result = quantize_block(block, job.structure, block_schemes(job, block.index), job.settings, outputs)
             store.save(block.index, result)
         if job.kv_int8:
             result.kv = calibrate_kv(block)
@@ -343,58 +157,11 @@ def default_activation_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // 4
 
 
-def _block_schemes(job: Job, index: int) -> dict[str, QuantScheme | None]:
-    prefix = f"{job.structure.block_name(index)}."
-    return {name: scheme for name, scheme in job.plan.layers.items() if name.startswith(prefix)}
-
-
-def _record(
-    job: Job,
-    model: str,
-    calibration: CalibrationSet | None,
-    seed: int,
-    notes: list[str],
-    layers: Mapping[str, LayerRecord],
-    kv: Sequence[KVRecord],
-) -> dict[str, Any]:
-    """qtool.json: how the artifact came about. Times are not in it, so that the same run gives the same bytes."""
-    return {
-        "qtool_version": __version__,
-        "source": {
-            "model": model,
-            "model_type": job.structure.model_type,
-            "fingerprint": model_fingerprint(job.checkpoint),
-            "weight_bytes": job.checkpoint.num_bytes(),
-        },
-        "method": job.settings.method,
-        "untied": job.structure.tied_head != structure_of(job.checkpoint.config).tied_head,
-        "grid": job.settings.grid,
-        "damping": job.settings.damping if job.settings.stages.compensate else None,
-        "alpha": job.settings.alpha if job.settings.stages.scale == "smoothquant" else None,
-        "search": asdict(job.settings.search) if job.settings.stages.search else None,
-        "format": job.format,
-        "seed": seed,
-        "calibration": None if calibration is None else calibration.facts(),
-        "average_bits": job.plan.average_bits(job.shapes),
-        "plan": {name: scheme_name(s) for name, s in job.plan.layers.items()},
-        "layers": {n: {k: v for k, v in asdict(r).items() if k != "seconds"} for n, r in layers.items()},
-        "kv_cache": kv_facts(kv),
-        "notes": notes,
-    }
-
-
-def kv_facts(kv: Sequence[KVRecord]) -> dict[str, Any] | None:
-    """An int8 KV cache as qtool.json records it; None where there is none."""
-    if not kv:
-        return None
-    return {"scheme": "int8", "scales": "tensor", "blocks": [asdict(record) for record in kv]}
-
-
 def _block_tensors(job: Job, index: int, result: BlockResult) -> dict[str, Tensor]:
     """All tensors of one block as they are stored."""
     stored: dict[str, Tensor] = {}
     prefix = f"{job.structure.block_name(index)}."
-    for name in _kept_names(job):
+    for name in kept_names(job):
         if name.startswith(prefix):
             original = job.weights.tensor(name)
             stored[name] = result.changed.get(name, original).to(original.dtype)
@@ -410,25 +177,6 @@ def _usage(seconds: float, device: torch.device) -> dict[str, Any]:
     used: dict[str, Any] = {"seconds": seconds, "peak_memory_bytes": peak_memory()}
     gpu = peak_gpu_memory(device)
     return used if gpu is None else {**used, "peak_gpu_bytes": gpu}
-
-
-def calibration_notes(job: Job, calibration: CalibrationSet) -> tuple[str, ...]:
-    """What a user should know of the data: its own notes, and where it is too short for the widest layer.
-
-    The Hessian of K inputs has at most as many independent directions as there are tokens: with fewer than K it is
-    singular, and damping alone says what the others are worth.
-    """
-    planned = {name: job.shapes[name][1] for name, scheme in job.plan.layers.items() if scheme is not None}
-    widest = max(planned, key=lambda name: planned[name])
-    tokens, seq_len = calibration.tokens.numel(), calibration.tokens.shape[1]
-    if tokens >= planned[widest]:
-        return calibration.notes
-    least = -(-planned[widest] // seq_len)
-    short = (
-        f"{calibration.source}: {tokens} tokens are too few for {widest} with its {planned[widest]} inputs: "
-        f"use at least {least} sequences of {seq_len} tokens, better {4 * least}"
-    )
-    return (*calibration.notes, short)
 
 
 def quantize(
@@ -520,7 +268,7 @@ def quantize(
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
             # after the writer has claimed the target: no other run is at work on these blocks
             store = (
-                None if calibration is None else BlockStore(target, _run_facts(job, calibration, seed, on), fresh=fresh)
+                None if calibration is None else BlockStore(target, run_facts(job, calibration, seed, on), fresh=fresh)
             )
             kept = 0 if store is None else len(store)
             check_weights(checkpoint, progress)
@@ -531,7 +279,7 @@ def quantize(
                     log.info("an earlier run was cut short: going on after block %d", kept)
                 limit = default_activation_memory(on) if activation_memory is None else activation_memory
                 blocks = _calibrated_blocks(job, calibration, on, store, limit)
-            for name in _kept_names(job):
+            for name in kept_names(job):
                 if not name.startswith(f"{job.structure.blocks}."):
                     artifact.add({name: job.weights.tensor(name)})
             stage = f"quantize ({method})"
@@ -560,7 +308,9 @@ def quantize(
                 notes.extend(kv_notes(kv))
             artifact.write_json("config.json", {**config, "quantization_config": section})
             artifact.copy(companion_files(folder))
-            artifact.write_json(RECORD, _record(job, source or str(model), calibration, seed, notes, layers, kv))
+            artifact.write_json(
+                RECORD, artifact_record(job, source or str(model), calibration, seed, notes, layers, kv)
+            )
             seconds = time.perf_counter() - started
             run = {
                 "device": str(on),

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one for each padded number of sequences, from token ids to sampled tokens.
 
-A step copies its inputs into fixed buffers and replays a graph, which leaves the sampled tokens in another; the host waits
-for none of it. Graphs are captured largest first into one memory pool, so that the smaller ones reuse what the largest took.
+A step copies its inputs into fixed buffers and replays a graph, which leaves the sampled tokens in another; the host
+waits for none of it. Graphs are captured largest first into one memory pool, so that the smaller ones reuse what the
+largest took.
 """
 
 from __future__ import annotations

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+from importlib import util
 
 import torch
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
-from qtool.quant.scheme import QuantScheme
+from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import dequantize, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
-from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, quantize_rows
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROW_MAJOR, Int8Rows, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
@@ -110,6 +111,8 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(x, None, packed, spec, choice, out)
         elif choice is not None and wide.supports(packed, spec):
             wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
+        elif _multiplies_int8(packed, spec):
+            _int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:
             dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
     return out
@@ -125,7 +128,22 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
     choice = choose(spec, tokens, weight.codes.device)
     if isinstance(choice, SkinnyConfig):
         return 0
-    return choice.tokens if choice is not None and wide.supports(weight, spec) else None
+    if choice is not None:
+        return choice.tokens if wide.supports(weight, spec) else None
+    return ROW_MAJOR if _multiplies_int8(weight, spec) else None
+
+
+def _multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
+    """Whether many tokens go through int8_matmul: both sides int8, one scale a channel, and Triton is there."""
+    scheme = spec.scheme
+    plain = scheme.bits == 8 and scheme.act_bits == 8 and scheme.symmetric and scheme.group_size == PER_CHANNEL
+    return plain and packed.chunks % 2 == 0 and not len(packed.columns) and util.find_spec("triton") is not None
+
+
+def _int8_product(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> None:
+    from qtool.runtime.kernels.cuda.int8_matmul import int8_matmul, unpack_rows
+
+    int8_matmul(rows, unpack_rows(packed, spec.rows), packed.scales, out)
 
 
 def apply_rows(rows: Int8Rows, packed: Packed, spec: LinearSpec) -> Tensor:
@@ -133,8 +151,9 @@ def apply_rows(rows: Int8Rows, packed: Packed, spec: LinearSpec) -> Tensor:
     tokens, weight = len(rows.scales), PackedWeight(*packed)
     out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=rows.codes.device)
     choice = choose(spec, tokens, out.device)
-    assert choice is not None
-    if isinstance(choice, SkinnyConfig):
+    if choice is None:
+        _int8_product(rows, weight, spec, out)
+    elif isinstance(choice, SkinnyConfig):
         skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
     else:
         wide.multiply(rows.codes, rows.scales, weight, spec, choice, out)

@@ -12,7 +12,11 @@ from qtool.quant.weight import QuantizedWeight
 
 def row_errors(delta: Tensor, hessian: Tensor) -> Tensor:
     """[N] squared output error ΔHΔᵀ of every row of `delta` [N, K]."""
-    return ((delta @ hessian) * delta).sum(-1, dtype=torch.float64).clamp_min(0)
+    # by a power of two, which rounds nothing, so that squares of huge or tiny weights stay within float32
+    exponent = torch.frexp(delta.abs().amax()).exponent.clamp(-126, 126)
+    unit = torch.ldexp(delta.new_ones(()), -exponent)
+    scaled = delta * unit
+    return ((scaled @ hessian) * scaled).sum(-1, dtype=torch.float64).clamp_min(0) / unit.double().square()
 
 
 def pick_rows(pick: Tensor, first: QuantizedWeight, second: QuantizedWeight) -> QuantizedWeight:

@@ -197,3 +197,13 @@ def test_smoothed_weights_keep_the_function_and_are_rounded_no_worse_than_plainl
     plain = rtn(smooth_weight, W8A8).dequantize()
     ours, baseline = row_errors(smooth_weight - values, hessian), row_errors(smooth_weight - plain, hessian)
     assert bool((ours <= baseline * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("power", [-60, 0, 60])
+def test_errors_of_huge_and_tiny_weights_are_those_of_middling_ones(power: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    delta, x = torch.randn(7, 24, generator=generator), torch.randn(50, 24, generator=generator)
+    hessian = x.T @ x
+    plain = ((delta @ hessian) * delta).sum(-1, dtype=torch.float64)  # what float32 gives where nothing overflows
+    assert torch.equal(row_errors(delta * 2.0**power, hessian), plain * 4.0**power)
+    assert bool((row_errors(delta * 0, hessian) == 0).all())

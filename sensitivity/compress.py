@@ -15,23 +15,26 @@ from typing import Any
 
 from qtool.evalsets.compare import BUILT_IN, Comparison, compare
 from qtool.evalsets.gate import Thresholds
+from qtool.evalsets.grammar import grammar_set
+from qtool.evalsets.items import only_distinct, read_choice_set
 from qtool.evalsets.report import reasons, write_report
 from qtool.evalsets.statistics import Verdict
+from qtool.evalsets.windows import text_windows
 from qtool.quant.artifact import check_apart, check_target
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
+from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.pipeline import quantize
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantPlan
-from qtool.quant.structure import linear_shapes
 from qtool.quant.textfile import check_folder, read_json
 from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate, size_range
 from qtool.sensitivity.candidates import DEFAULT_SCHEMES
 from qtool.sensitivity.latency import group_latency
-from qtool.sensitivity.probe import analyze, check_request
+from qtool.sensitivity.probe import analyze, check_request, outline
 from qtool.sensitivity.record import Sensitivity
 from qtool.sensitivity.stages import keep, recall, stage_path
 
@@ -178,9 +181,9 @@ def compress(
     check_request(wish.schemes, wish.metric, wish.device)
     check_apart(out, folder)
     with Checkpoint(folder) as checkpoint:
-        linear_shapes(checkpoint)  # a model that is not supported is refused here
+        blank = outline(checkpoint, wish.schemes)
         facts = {
-            "model": model_fingerprint(checkpoint),
+            "model": blank.fingerprint,
             "analysis": analysis.fingerprint,
             "calibration": calibration.fingerprint,
             "device": resolve_device(wish.device).type,
@@ -190,7 +193,9 @@ def compress(
         return done
     check_target(out, overwrite=overwrite)
     check_folder(run.report)
-    return run.loop()
+    only_distinct([grammar_set() if task == BUILT_IN else read_choice_set(Path(task)) for task in wish.tasks])
+    text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
+    return run.loop(blank)
 
 
 @dataclass(frozen=True)
@@ -228,12 +233,13 @@ class _Run:
 
         return recall(self._outcome_path(), read)
 
-    def loop(self) -> Outcome:
-        sensitivity = self._analyze()
+    def loop(self, blank: Sensitivity) -> Outcome:
         latency = None
         if self.wish.limits.max_latency_ms is not None:
             device = resolve_device(self.wish.device)
-            latency = group_latency(sensitivity, device, tokens=self.wish.batch, progress=self.progress)
+            latency = group_latency(blank, device, tokens=self.wish.batch, progress=self.progress)
+        allocate(blank, self.wish.limits, keep=self.wish.keep, latency=latency)  # the impossible is refused before work
+        sensitivity = self._analyze()
         steps: list[Step] = []
         for limits, plan in self._plans(sensitivity, latency):
             step = self._step(limits, plan)

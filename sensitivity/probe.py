@@ -19,7 +19,7 @@ from qtool.quant.numerics import weight_error
 from qtool.quant.pipeline import check_weights
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import FLOAT, QuantScheme
-from qtool.quant.structure import linear_shapes
+from qtool.quant.structure import linear_shapes, structure_of
 from qtool.sensitivity.candidates import (
     DEFAULT_SCHEMES,
     Damage,
@@ -100,14 +100,39 @@ def analyze(
             forward_passes=passes,
             shapes=shapes,
             weight_error=_weight_errors(checkpoint, groups, place, progress),
-            other_bytes=_other_bytes(checkpoint, walker),
-            groups=tuple(
-                GroupSensitivity(
-                    g.name, g.block, g.kind, g.members, {**({FLOAT: 0.0} if g.keeps_float else {}), **damage[g.name]}
-                )
-                for g in groups
-            ),
+            other_bytes=_other_bytes(checkpoint),
+            groups=_with_damage(groups, damage),
         )
+
+
+def outline(checkpoint: Checkpoint, schemes: Sequence[str]) -> Sensitivity:
+    """A model's analysis before anything is measured, every damage 0: what is possible at what size, at once.
+
+    Raises:
+        QtoolError: an unknown scheme, a model that is not supported.
+    """
+    shapes = linear_shapes(checkpoint)
+    groups = candidate_groups(structure_of(checkpoint.config), shapes, parse_candidates(schemes))
+    return Sensitivity(
+        model=str(checkpoint.folder),
+        fingerprint=model_fingerprint(checkpoint),
+        metric="weight",
+        calibration={},
+        forward_passes=0.0,
+        shapes=shapes,
+        weight_error={},
+        other_bytes=_other_bytes(checkpoint),
+        groups=_with_damage(groups, {g.name: {s.name: 0.0 for s in g.schemes} for g in groups}),
+    )
+
+
+def _with_damage(groups: Sequence[Group], damage: Damage) -> tuple[GroupSensitivity, ...]:
+    return tuple(
+        GroupSensitivity(
+            g.name, g.block, g.kind, g.members, {**({FLOAT: 0.0} if g.keeps_float else {}), **damage[g.name]}
+        )
+        for g in groups
+    )
 
 
 def _weight_errors(
@@ -122,11 +147,12 @@ def _weight_errors(
     return errors
 
 
-def _other_bytes(checkpoint: Checkpoint, walker: BlockWalker) -> int:
+def _other_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of everything that a plan does not cover; the copy of a tied head that some files hold is not counted."""
+    structure = structure_of(checkpoint.config)
     planned = {f"{name}.weight" for name in linear_shapes(checkpoint)}
-    if walker.structure.tied_head:
-        planned.add(f"{walker.structure.head}.weight")
+    if structure.tied_head:
+        planned.add(f"{structure.head}.weight")
     return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names() if name not in planned)
 
 

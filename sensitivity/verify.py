@@ -159,8 +159,9 @@ def check(
     """Solve, measure the plan as a whole, and where its sum misses the measurement fit a correction and solve again.
 
     The correction is fitted to plans at a third to three times the first plan's damage, which is not among them, so
-    that its own measurement tells how well the correction predicts. `limits.max_damage` is a limit of the KL here: the
-    plan is solved again under the corrected limit until it measures within it, or three times.
+    that its own measurement tells how well the correction predicts. It grows with the sum, so the best plan of a size
+    or time stays the best; `limits.max_damage` is a limit of the KL here, and the plan is solved again under the
+    corrected limit until it measures within it, or three times.
 
     Raises:
         QtoolError: as allocate().

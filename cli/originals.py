@@ -11,7 +11,7 @@ from qtool.cli.common import Reporter
 # parameters of the verb that the originals honour; one that is given besides is refused by name
 HONOURED = (
     *("model", "out", "bits", "group", "symmetric", "data", "num_sequences", "seq_len", "seed"),
-    *("force", "quiet", "json_result", "backend"),
+    *("chat", "force", "quiet", "json_result", "backend"),
 )
 
 
@@ -35,6 +35,7 @@ def quantize_by_original(
     num_sequences: int,
     seq_len: int,
     seed: int,
+    chat: bool | None,
     force: bool,
     reporter: Reporter,
 ) -> None:
@@ -62,7 +63,9 @@ def quantize_by_original(
         folder = resolve_model(model, progress=progress)
         with Checkpoint(folder) as checkpoint:
             check_request(original, checkpoint, scheme)
-        calibration = calibration_set(folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
+        calibration = calibration_set(
+            folder, data=data, num_sequences=num_sequences, seq_len=seq_len, seed=seed, chat=chat
+        )
         for note in calibration.notes:
             reporter.say(note)
         report = quantize_original(

@@ -191,6 +191,7 @@ def command(
             num_sequences=num_sequences,
             seq_len=seq_len,
             seed=seed,
+            chat=chat,
             force=force,
             reporter=reporter,
         )

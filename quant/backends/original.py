@@ -174,12 +174,7 @@ def quantize_original(
                     "method": f"{backend.METHOD} ({name})",
                     "format": backend.FORMAT,
                     "seed": seed,
-                    "calibration": {
-                        "source": calibration.source,
-                        "num_sequences": calibration.tokens.shape[0],
-                        "seq_len": calibration.tokens.shape[1],
-                        "fingerprint": calibration.fingerprint,
-                    },
+                    "calibration": calibration.facts(),
                     "average_bits": average_bits,
                     "plan": {layer: scheme_name(s) for layer, s in plan.layers.items()},
                     "layers": {layer: {"scheme": scheme_name(s)} for layer, s in plan.layers.items()},

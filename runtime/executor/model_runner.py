@@ -80,9 +80,11 @@ class ModelRunner:
         if not self.ops.on_device:
             return
         from qtool.runtime.executor.decode_graphs import DecodeGraphs
+        from qtool.runtime.kernels.cuda.precompile import precompile
 
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         with torch.cuda.device(self.device):
+            precompile(self.model.linears, self.device)
             self.graphs = DecodeGraphs(
                 self.model,
                 self.caches,

@@ -96,6 +96,11 @@ class Decoder:
         return ops.norm_linear(hidden, None, self.norm, self.config.rms_norm_eps, self.head)[0]
 
     @property
+    def linears(self) -> list[LinearFn]:
+        """Every product by a weight."""
+        return [p for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)] + [self.head]
+
+    @property
     def attention_shape(self) -> AttentionShape:
         config = self.config
         return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)

@@ -1,0 +1,46 @@
+"""Compile what a model's products will need, on all cores at once, before the first step asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from qtool.runtime.kernels.cuda import skinny, wide
+from qtool.runtime.kernels.cuda.choice import BUCKETS, choose
+from qtool.runtime.kernels.cuda.driver import arch_of, source
+from qtool.runtime.kernels.cuda.layout import PackedWeight
+from qtool.runtime.kernels.cuda.linear import NAME
+from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.interface import QuantLinear
+
+
+def _kernel(linear: QuantLinear, tokens: int, device: torch.device) -> tuple[str, Macros] | None:
+    """Source file and macros of the kernel for `tokens` activations; None where it is none of ours."""
+    spec, packed = linear.spec, PackedWeight(*linear.packed)
+    choice = choose(spec, tokens, device)
+    if isinstance(choice, SkinnyConfig):
+        return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice)
+    if choice is not None and wide.supports(packed, spec):
+        return "wide", wide.macros(spec, packed.scales.dtype, choice)
+    return None
+
+
+def precompile(linears: Iterable[object], device: torch.device) -> None:
+    """Bring the machine code of all products by `linears` (those that are ours) into the cache on disk.
+
+    Raises:
+        QtoolError: a kernel does not compile.
+    """
+    arch = arch_of(torch.cuda.current_device() if device.index is None else device.index)
+    jobs: dict[tuple[str, tuple[tuple[str, int], ...]], None] = {}
+    for linear in linears:
+        if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
+            for tokens in BUCKETS:
+                if (found := _kernel(linear, tokens, device)) is not None:
+                    jobs[found[0], tuple(sorted(found[1].items()))] = None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock
+        list(pool.map(lambda job: compile_cuda(source(f"{job[0]}.cu"), arch, dict(job[1]), name=job[0]), jobs))

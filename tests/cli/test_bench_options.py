@@ -39,6 +39,7 @@ def test_engine_args_name_the_option() -> None:
         "max_num_batched_tokens": 8,
         "max_model_len": None,
         "kv_cache_memory": "1k",
+        "kv_cache_dtype": "auto",
         "block_size": 16,
     }
     assert engine_args(**good)["kv_cache_memory"] == 1024  # type: ignore[arg-type]
@@ -48,6 +49,7 @@ def test_engine_args_name_the_option() -> None:
         ("max_model_len", 0),
         ("block_size", 0),
         ("dtype", "int3"),
+        ("kv_cache_dtype", "fp8"),
     ):
         with pytest.raises(QtoolError, match="--" + name.replace("_", "-")):
             engine_args(**(good | {name: value}))  # type: ignore[arg-type]

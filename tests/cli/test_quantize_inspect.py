@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,26 @@ def test_quantize_then_inspect(model: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["qtool"]["source"]["model"] == str(model)
     assert run(["inspect", str(model)]) == 0
     assert "fp16" in capsys.readouterr().out
+
+
+def test_the_run_is_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(["quantize", str(model), "--out", str(out), "--group", "48", "--method", "rtn", "-q"]) == 3
+    assert run(["quantize", str(model), "--out", str(out), "--method", "rtn", "-q"]) == 0
+    capsys.readouterr()
+    assert run(["inspect", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    layers = json.loads((out / "qtool.json").read_text())["layers"]
+    clipped = sum(layer["clipped"] for layer in layers.values()) / len(layers)
+    assert f"{clipped:.2%} of weights beyond their grid; damping raised in 0 layers; 0 that no token" in shown
+    assert max(layers, key=lambda name: layers[name]["relative_error"]) in shown
+    assert "on cpu, at most" in shown
+    assert "note: 12 layers (first model.layers.0.self_attn.q_proj): group 64 instead of 128: input size is 64" in shown
+    report = json.loads((out / "qtool_run.json").read_text())
+    assert len(report["blocks"]) == 2
+    assert 1e7 < report["blocks"][0]["peak_memory_bytes"] <= report["peak_memory_bytes"] < 1e11
+    assert 0 < report["blocks"][0]["seconds"] < report["seconds"]
+    assert report["kept_blocks"] == 0
 
 
 def test_a_plan_file_is_followed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,3 +130,24 @@ def test_the_source_is_not_replaced_by_its_quantization(model: Path, capsys: pyt
     assert run(["quantize", str(model), "--out", str(model), "--force", "--method", "rtn", "--group", "32"]) == 3
     assert "holds the model that is read" in capsys.readouterr().err
     assert (model / "model.safetensors").read_bytes() == before
+
+
+def test_an_int8_kv_cache_is_stored_and_shown(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tiny_model(), tmp_path / "kv"
+    arguments = ["--method", "rtn", "--group", "32", "--kv-cache", "int8", "--samples", "4", "--seq-len", "16"]
+    assert run(["quantize", str(model), *arguments, "--out", str(out), "--json"]) == 0
+    blocks = json.loads(capsys.readouterr().out)["kv_cache"]["blocks"]
+    assert all(0 < block["dynamic_error"] and 0 < block["static_error"] < 0.1 for block in blocks)
+    assert run(["inspect", str(out)]) == 0
+    worst = max(block["static_error"] for block in blocks)
+    assert "KV cache int8, scales one for all keys and one for all values of a block; attention outputs off by" in (
+        shown := capsys.readouterr().out
+    )
+    assert f"at worst {worst:.4f}" in shown
+    (out / "qtool.json").write_text("{}")
+    assert run(["inspect", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_scheme"] == {"scheme": "int8", "scales": "tensor"}
+    assert run(["inspect", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_scheme"] is None

@@ -20,9 +20,10 @@ from qtool.quant.textfile import check_folder, read_json, write_text
 
 SHARD_BYTES = 1 << 30
 RECORD = "qtool.json"
+RUN_RECORD = "qtool_run.json"  # what differs from run to run: times and memory
 # what travels with the weights: tokenizer, chat template, generation settings, custom code, licence
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*", "README*")
-_REPLACED = ("config.json", INDEX, RECORD, "quantize_config.json", "recipe.yaml", "qtool_run.json")
+_REPLACED = ("config.json", INDEX, RECORD, "quantize_config.json", "recipe.yaml", RUN_RECORD)
 
 
 def companion_files(folder: Path) -> list[Path]:
@@ -31,10 +32,10 @@ def companion_files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """qtool.json of an artifact; empty where there is none that can be read."""
+def read_record(folder: Path, name: str = RECORD) -> dict[str, Any]:
+    """qtool.json of an artifact, or another record beside it; empty where there is none that can be read."""
     try:
-        document = read_json(folder / RECORD)
+        document = read_json(folder / name)
     except (OSError, QtoolError):
         return {}
     return document if isinstance(document, dict) else {}

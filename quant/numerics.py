@@ -59,7 +59,7 @@ def concat_grids(parts: list[Grid]) -> Grid:
 
 def check_finite(tensor: Tensor, what: str) -> None:
     """Raise QtoolError where a tensor holds NaN or infinity; `what` names it."""
-    pieces = tensor.reshape(-1).split(_CHECK)  # the test makes copies
+    pieces = torch.split(tensor.reshape(-1), _CHECK)  # the test makes copies
     if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
         bad = sum(int((~torch.isfinite(piece)).sum()) for piece in pieces)
         raise QtoolError(f"{what} holds {bad} NaN or infinite values: the model cannot be quantized as it is")

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.algorithms.smoothquant import ALPHA
-from qtool.quant.artifact import RECORD, ArtifactWriter, check_apart, check_space, check_target, companion_files
+from qtool.quant.artifact import (
+    RECORD,
+    RUN_RECORD,
+    ArtifactWriter,
+    check_apart,
+    check_space,
+    check_target,
+    companion_files,
+)
 from qtool.quant.blockwise import BlockResult, LayerRecord, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set, compute_dtype
 from qtool.quant.checkpoint import Checkpoint
@@ -33,7 +41,6 @@ from qtool.quant.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
-RUN_RECORD = "qtool_run.json"
 DEFAULT_SEQUENCES, DEFAULT_SEQ_LEN = 32, 512
 
 
@@ -262,6 +269,7 @@ def quantize(
                 folder, data=None, num_sequences=DEFAULT_SEQUENCES, seq_len=DEFAULT_SEQ_LEN, seed=seed, chat=None
             )
         notes = [*job.notes, *(() if calibration is None else calibration_notes(job, calibration))]
+        check_weights(checkpoint, progress)
         layers: dict[str, LayerRecord] = {}
         kv: list[KVRecord] = []
         usage: list[dict[str, Any]] = []
@@ -271,7 +279,6 @@ def quantize(
                 None if calibration is None else BlockStore(target, run_facts(job, calibration, seed, on), fresh=fresh)
             )
             kept = 0 if store is None else len(store)
-            check_weights(checkpoint, progress)
             if calibration is None or store is None:
                 blocks = _rtn_blocks(job, on)
             else:

@@ -116,7 +116,7 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
 def _is_finite(matrix: Tensor) -> bool:
     """Whether it holds neither NaN nor infinity; by rows, since the test makes copies."""
     return all(
-        bool(torch.isfinite(rows).all()) for rows in matrix.split(_TILE["cpu"] if matrix.is_cpu else len(matrix))
+        bool(torch.isfinite(rows).all()) for rows in torch.split(matrix, _TILE["cpu"] if matrix.is_cpu else len(matrix))
     )
 
 

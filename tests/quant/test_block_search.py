@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qtool.quant import pipeline
+from qtool.quant.artifact import RUN_RECORD
 from qtool.quant.blockwise import Settings, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def test_the_same_run_gives_the_same_bytes_and_its_record(tiny_llama: Path, tmp_
     for name in ("a", "b"):
         run(tiny_llama, tmp_path / name, "awq+rounding")
     for path in sorted((tmp_path / "a").iterdir()):
-        if path.name != pipeline.RUN_RECORD:  # times
+        if path.name != RUN_RECORD:  # times
             assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     record = json.loads((tmp_path / "a" / "qtool.json").read_text())
     assert record["method"] == "awq+rounding"

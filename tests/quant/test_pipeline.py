@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from qtool.quant import pipeline
-from qtool.quant.artifact import ArtifactWriter
+from qtool.quant.artifact import RUN_RECORD, ArtifactWriter
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
@@ -127,7 +126,7 @@ def test_same_inputs_give_the_same_bytes_and_a_full_record(tiny_llama: Path, tmp
     for name in ("a", "b"):
         quantize(tiny_llama, tmp_path / name, scheme=W4, method="gptq", calibration=CALIBRATION)
     for path in sorted((tmp_path / "a").iterdir()):
-        if path.name != pipeline.RUN_RECORD:  # times
+        if path.name != RUN_RECORD:  # times
             assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     record = json.loads((tmp_path / "a" / "qtool.json").read_text())
     assert record["plan"] == dict.fromkeys(shapes_of(tiny_llama), "w4g32")

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--bits", type=float, nargs="+", default=[4.4, 4.75, 5.25, 6.0, 7.0])
-    parser.add_argument("--fit-bits", type=float, nargs="+", default=[4.3, 4.6, 5.0, 5.6, 6.5])
+    parser.add_argument("--fit-bits", type=float, nargs="+", default=[4.3, 4.6, 5.0, 5.6, 6.5, 7.5])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
 
@@ -39,6 +39,8 @@ def main() -> None:
     kl = dict(zip(plans, measure([p.plan for p in plans.values()]), strict=True))
     correction = fit_correction([(plans[bits].damage, kl[bits]) for bits in args.fit_bits])
     print(f"correction: KL = {correction.scale:.4g} x sum^{correction.exponent:.4g}\n")
+    fitted = ", ".join(f"{bits:g}: {plans[bits].damage:.4f} -> {kl[bits]:.4f}" for bits in sorted(args.fit_bits))
+    print(f"fitted to (bits: sum -> KL) {fitted}\n")
     print("| bits | sum of damages | error | corrected | error | measured KL |\n|---|---|---|---|---|---|")
     for bits in sorted(args.bits):
         plan, measured = plans[bits], kl[bits]

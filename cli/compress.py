@@ -159,6 +159,6 @@ def _show(reporter: Reporter, outcome: Outcome, target: Path) -> None:
         reporter.line(f"{outcome.verdict}: nothing was written to {target}  (report: {outcome.report})")
     else:
         again = ", as an equal run left it" if outcome.repeated else ""
-        grown = "" if len(outcome.steps) == 1 else f", after {len(outcome.steps) - 1} larger budgets"
+        grown = "" if len(outcome.steps) == 1 else f" at budget {len(outcome.steps)}"
         reporter.line(f"{outcome.verdict}{grown}: {outcome.out}{again}  (report: {outcome.report})")
     reporter.result(outcome.to_dict())

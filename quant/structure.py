@@ -84,8 +84,10 @@ def structure_of(config: Mapping[str, Any]) -> ModelStructure:
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
+        experts = any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        kind = " (a mixture of experts)" if experts else ""
         raise QtoolError(
-            f"config.json: architecture {model_type!r} is not supported: qtool knows {', '.join(SUPPORTED)}"
+            f"config.json: architecture {model_type!r}{kind} is not supported: qtool knows {', '.join(SUPPORTED)}"
         )
     return ModelStructure(
         model_type=str(model_type),

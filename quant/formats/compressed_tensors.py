@@ -146,10 +146,9 @@ class CompressedTensorsReader:
                 packed = tensor(f"{layer}.weight_zero_point")
                 zero = unpack(packed.T, scheme.bits, rows).T.contiguous()
         else:
-            # signed bytes: shifting by 128 makes them unsigned codes
-            codes = tensor(f"{layer}.weight").view(torch.uint8) ^ 0x80
+            codes = _unsigned(tensor(f"{layer}.weight"), scheme, f"layer {layer}: weight")
             if not scheme.symmetric:
-                zero = tensor(f"{layer}.weight_zero_point").to(torch.int8).view(torch.uint8) ^ 0x80
+                zero = _unsigned(tensor(f"{layer}.weight_zero_point"), scheme, f"layer {layer}: weight_zero_point")
         name = f"{layer}.weight_g_idx"
         g_idx = tensor(name).to(torch.int32) if name in self.checkpoint else None
         if g_idx is not None and int(g_idx.min()) < 0:
@@ -157,6 +156,20 @@ class CompressedTensorsReader:
         weight = QuantizedWeight(codes, scale.reshape(len(codes), -1), zero, scheme, g_idx)
         weight.check(layer)
         return weight
+
+
+def _unsigned(stored: Tensor, scheme: QuantScheme, what: str) -> Tensor:
+    """Signed integers of `scheme.bits` bits, one a byte → unsigned codes uint8.
+
+    Raises:
+        QtoolError: another dtype than int8 (float8 among them), or a value beyond the scheme's bits.
+    """
+    if stored.dtype != torch.int8:
+        raise QtoolError(f"{what} is {str(stored.dtype).removeprefix('torch.')}, expected int8 for {scheme.name}")
+    codes = stored.to(torch.int16) + scheme.midpoint
+    if codes.numel() and not (0 <= int(codes.min()) and int(codes.max()) <= scheme.max_code):
+        raise QtoolError(f"{what} holds values beyond {scheme.bits} bits")
+    return codes.to(torch.uint8)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

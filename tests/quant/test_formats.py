@@ -196,3 +196,30 @@ def test_a_damaged_compressed_tensors_section_is_refused(
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with Checkpoint(tmp_path / "m") as checkpoint, pytest.raises(QtoolError, match="quantization_config"):
         open_reader(checkpoint)
+
+
+def stored_in_bytes(folder: Path, bits: int, weight: torch.Tensor) -> QuantizedWeight:
+    """Read one int-quantized layer, as another tool may have written it."""
+    folder.mkdir()
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "strategy": "channel", "symmetric": True}}
+    section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"g": group}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+    tensors = {"a.weight": weight, "a.weight_scale": torch.tensor([[0.5], [2.0]])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with Checkpoint(folder) as checkpoint:
+        reader = open_reader(checkpoint)
+        assert reader is not None
+        return reader.read("a")
+
+
+def test_integers_of_a_byte_are_read_by_their_bits_and_others_refused(tmp_path: Path) -> None:
+    values = torch.tensor([[-8, 7], [3, 0]], dtype=torch.int8)
+    want = torch.tensor([[-4.0, 3.5], [6.0, 0.0]])
+    assert torch.equal(stored_in_bytes(tmp_path / "four", 4, values).dequantize(), want)
+    assert torch.equal(stored_in_bytes(tmp_path / "eight", 8, values).dequantize(), want)
+    with pytest.raises(QtoolError, match="layer a: weight holds values beyond 4 bits"):
+        stored_in_bytes(tmp_path / "wide", 4, values * 2)
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(QtoolError, match=f"layer a: weight is {name}, expected int8"):
+            stored_in_bytes(tmp_path / name, 8, torch.ones(2, 2).to(dtype))

@@ -87,3 +87,10 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     save_file(weights, same / "model.safetensors", metadata={"format": "pt"})
     assert fingerprint(folder) != fingerprint(same)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_mixtures_of_experts_are_refused_by_name(family: str) -> None:
+    config = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    with pytest.raises(QtoolError, match=rf"architecture '{family}' \(a mixture of experts\) is not supported"):
+        structure_of(config)

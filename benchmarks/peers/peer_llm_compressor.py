@@ -26,10 +26,15 @@ def recipe(variant: str, group_size: int, symmetric: bool) -> list[Any]:
 def main(request_file: Path) -> None:
     request = json.loads(request_file.read_text())
 
+    import torch
     from datasets import Dataset
     from llmcompressor import oneshot
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not torch.accelerator.is_available():
+        # 0.14 pins cached activations for a device that is to fetch them, and stops where there is none
+        IntermediatesCache.pin_memory = lambda self, *args, **named: None
     tokens = request["tokens"]
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype="auto")
     oneshot(

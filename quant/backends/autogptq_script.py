@@ -88,6 +88,7 @@ def main(request_file: Path) -> None:
     logging.getLogger("auto_gptq.modeling._base").addHandler(ProgressHandler())
     ones = [1] * len(request["tokens"][0])
     model.quantize([{"input_ids": ids, "attention_mask": ones} for ids in request["tokens"]])
+    model.half()  # what it stores where it works on a GPU
     model.save_quantized(request["out"])
     versions = {
         name: importlib.metadata.version(name)

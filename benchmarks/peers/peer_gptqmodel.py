@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pathlib import Path
 def main(request_file: Path) -> None:
     request = json.loads(request_file.read_text())
 
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it wants two, and by itself gives two cores one
     from gptqmodel import GPTQModel, QuantizeConfig
 
     settings = QuantizeConfig(

@@ -26,7 +26,8 @@ def main(request_file: Path) -> None:
             module.weight.data = Quantizer.dequantize(codes, meta).reshape(module.weight.shape).float()
     folder = Path(request["out"])
     folder.mkdir(parents=True)
-    state = {name: value.contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    tied = "lm_head.weight" if model.config.tie_word_embeddings else None
+    state = {name: value.contiguous() for name, value in model.state_dict().items() if name != tied}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(Path(request["model"], "config.json").read_text())
     (folder / "result.json").write_text(json.dumps({"bits": 4 + 2 * 16 / group}))  # scale and zero point in 16 bits

@@ -59,6 +59,9 @@ STRUCTURE = ModelStructure(
     head="",
     tied_head=False,
     norm_offset=0.0,
+    residual_writers=("first", "second"),
+    values="first",
+    attention_output="second",
 )
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_decode.py --shape llama-2-7b --modes fp16,w4:int8,w4a8:int8,w8a8:int8
 
-A mode may name its KV cache after a colon (float or int8). With --profile, the kernels of decode steps of one request and
-of steps with 64 requests are listed by time. With --json or $OUT, figures are written as they come.
+A mode may name its KV cache after a colon (float or int8). With --profile, the kernels of some steps are listed by
+time. With --json or $OUT, figures are written as they come.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from pathlib import Path
 
 import torch
 
-from qtool.runtime.decode_bench import MODES, SHAPES, DecodeBench, Load, random_decoder, run_mode
+from qtool.runtime.decode_bench import MODES, SHAPES, DecodeBench, Load, open_bench, run_mode
 
 LOADS = {64: Load(64, 192), 256: Load(256, 512)}
 
 
-def profile(shape: str, mode: str, kv: str) -> str:
-    """Device time by kernel: ten decode steps of one request, then ten steps that begin with 64 requests at once."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    decoder = random_decoder(
-        SHAPES[shape], MODES[mode], dtype=torch.float16, device=device, max_model_len=1024, kv_mode=kv
-    )
-    bench = DecodeBench(decoder, max_num_seqs=64, max_model_len=1024)
+def profile(bench: DecodeBench) -> str:
+    """Device time by kernel: decode steps of one request, the first steps of 64 at once, later ones, a long prompt."""
     text = ""
-    for count, steps in ((1, 10), (64, 10)):
+    for name, count, prompt, skip, steps in (
+        ("one request", 1, 256, 5, 10),
+        ("64 requests, prompts", 64, 256, 0, 2),
+        ("64 requests, decodes", 64, 256, 6, 5),
+        ("prompt of 2048", 1, 2048, 0, 2),
+    ):
         core = bench.engine(count)
         for i in range(count):
-            core.add_request(bench._request(str(i), 256, 100))
-        if count == 1:
-            for _ in range(5):
-                core.step()
+            core.add_request(bench.request(str(i), prompt, 24))
+        for _ in range(skip):
+            core.step()
         torch.cuda.synchronize()
-        begin = time.perf_counter()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            begin = time.perf_counter()
             for _ in range(steps):
                 core.step()
             torch.cuda.synchronize()
-        wall = 1e3 * (time.perf_counter() - begin)
-        rows = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
-        total = sum(e.self_device_time_total for e in found.key_averages()) / 1e3
-        text += f"{shape} {mode} kv {kv}, {count} requests, {steps} steps: {wall:.1f} ms, device busy {total:.1f} ms\n"
-        text += "".join(
-            f"  {e.self_device_time_total / steps:9.1f} us a step {e.count / steps:7.1f} calls  {e.key[:90]}\n"
-            for e in rows
-        )
+            wall = 1e3 * (time.perf_counter() - begin)
+        events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
+        total = sum(e.self_device_time_total for e in events) / 1e3
+        text += f"{name}, {steps} steps: {wall:.2f} ms, kernels {total:.2f} ms\n"
+        for e in events[:13]:
+            each = e.self_device_time_total / e.count
+            text += f"  {e.self_device_time_total / steps:9.1f} us a step, "
+            text += f"{e.count / steps:6.1f} x {each:7.2f} us  {e.key[:80]}\n"
         while core.has_unfinished():
             core.step()
     return text
@@ -83,28 +82,24 @@ def main() -> int:
             continue
         mode, _, kv = name.partition(":")
         started = time.perf_counter()
-        found = run_mode(
-            args.shape,
-            mode,
-            kv_mode=kv or "float",
-            device=torch.device("cuda", torch.cuda.current_device()),
-            loads=loads,
-            prompts=prompts,
-        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        bench = open_bench(args.shape, mode, kv_mode=kv or "float", device=device, loads=loads, prompts=prompts)
+        found = run_mode(bench, args.shape, mode, loads, prompts)
         figures.append(asdict(found))
         many = ", ".join(f"{n} at once {v:,.0f} tok/s" for n, v in found.many.items())
         ttft = ", ".join(f"TTFT {n}: {v:.1f} ms" for n, v in found.ttft_ms.items())
         print(
-            f"{mode:5s} kv {found.kv:5s}: decode {found.single:6.1f} tok/s, {many}, {ttft}, start {found.start_seconds:.1f} s, "
-            f"weights {found.weight_bytes / 1e9:.2f} GB ({time.perf_counter() - started:.0f} s in all)",
+            f"{mode:5s} kv {found.kv:5s}: decode {found.single:6.1f} tok/s, {many}, {ttft}, "
+            f"start {found.start_seconds:.1f} s, weights {found.weight_bytes / 1e9:.2f} GB "
+            f"({time.perf_counter() - started:.0f} s in all)",
             flush=True,
         )
         if path is not None:
             path.write_text(json.dumps(figures, indent=1))
-        torch.cuda.empty_cache()
         if args.profile:
-            print(profile(args.shape, mode, kv or "float"), flush=True)
-            torch.cuda.empty_cache()
+            print(profile(bench), flush=True)
+        del bench
+        torch.cuda.empty_cache()
     return 0
 
 

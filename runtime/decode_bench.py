@@ -1,6 +1,6 @@
 """The decode path end to end on random weights of a known shape: scheduler, paged cache, kernels and sampler.
 
-No checkpoint and no tokenizer: what is measured is the engine. Loads: the decode speed of one request; output tokens per
+No checkpoint and no tokenizer: what is measured is the engine. Loads: the decode speed of one request; output tokens a
 second with many in flight, of which four in five answer shortly; the time to the first token.
 """
 
@@ -180,13 +180,14 @@ class DecodeBench:
         kv = KVCacheManager(self.blocks, BLOCK_SIZE, prefix_caching=False)
         return EngineCore(config, kv, self.runner, run_ahead=self.runner.runs_ahead)
 
-    def _request(self, name: str, prompt: int, output: int) -> Request:
+    def request(self, name: str, prompt: int, output: int) -> Request:
+        """A random prompt of `prompt` tokens, to be answered greedily with exactly `output`."""
         ids = self._random.choices(range(self.decoder.config.vocab_size), k=prompt)
         return Request(name, ids, SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True))
 
     def single(self, prompt: int = 128, output: int = 400) -> float:
         """Decode tokens per second of one request."""
-        core, request = self.engine(1), self._request("single", prompt, output)
+        core, request = self.engine(1), self.request("single", prompt, output)
         core.add_request(request)
         first = 0.0
         while core.has_unfinished():
@@ -201,7 +202,7 @@ class DecodeBench:
         core = self.engine(load.in_flight)
         lengths = [load.long if i % 5 == 4 else load.short for i in range(load.requests)]
         self._random.shuffle(lengths)
-        requests = [self._request(str(i), load.prompt, length) for i, length in enumerate(lengths)]
+        requests = [self.request(str(i), load.prompt, length) for i, length in enumerate(lengths)]
         begin = time.perf_counter()
         for request in requests:
             core.add_request(request)
@@ -217,7 +218,7 @@ class DecodeBench:
         """Median milliseconds from a request's arrival to its only token."""
         times = []
         for i in range(repeats):
-            core, request = self.engine(1), self._request(str(i), prompt, 1)
+            core, request = self.engine(1), self.request(str(i), prompt, 1)
             begin = time.perf_counter()
             core.add_request(request)
             while core.has_unfinished():
@@ -233,7 +234,7 @@ def _check(requests: Sequence[Request]) -> None:
             raise QtoolError(f"a request ended with {request.finish_reason}: {request.stop_reason}")
 
 
-def run_mode(
+def open_bench(
     shape: str,
     mode: str,
     *,
@@ -243,15 +244,12 @@ def run_mode(
     prompts: Sequence[int],
     dtype: torch.dtype = torch.float16,
     settings: Mapping[str, Any] | None = None,
-    progress: ProgressFn = silent,
-) -> DecodeFigures:
-    """All figures of one mode.
+) -> DecodeBench:
+    """An engine that is ready for `loads` and for prompts of these lengths.
 
     Args:
         shape: of SHAPES; only a name where `settings` are given.
         mode: of MODES.
-        loads: for `many`.
-        prompts: lengths for `ttft`.
 
     Raises:
         QtoolError: an unknown shape or mode, or too little memory.
@@ -261,19 +259,29 @@ def run_mode(
     if mode not in MODES:
         raise QtoolError(f"unknown mode {mode!r}: use one of {', '.join(MODES)}")
     longest = max([128 + 400, *(p + 1 for p in prompts), *(x.prompt + x.long for x in loads)])
-    found = settings or SHAPES[shape]
     decoder = random_decoder(
-        found, MODES[mode], dtype=dtype, device=device, max_model_len=longest, kv_mode=kv_mode
-    )  # fmt: skip
-    bench = DecodeBench(decoder, max_num_seqs=max([1, *(x.in_flight for x in loads)]), max_model_len=longest)
+        settings or SHAPES[shape], MODES[mode], dtype=dtype, device=device, max_model_len=longest, kv_mode=kv_mode
+    )
+    return DecodeBench(decoder, max_num_seqs=max([1, *(x.in_flight for x in loads)]), max_model_len=longest)
+
+
+def run_mode(
+    bench: DecodeBench,
+    shape: str,
+    mode: str,
+    loads: Sequence[Load],
+    prompts: Sequence[int],
+    progress: ProgressFn = silent,
+) -> DecodeFigures:
+    """All figures of one mode, measured on an open bench: the loads, and the time to the first token of `prompts`."""
     for load in loads:  # kernels of every size of step
         bench.many(replace(load, requests=min(load.requests, load.in_flight), short=2, long=4))
     bench.single(output=20)
     return DecodeFigures(
         shape,
         mode,
-        kv_mode,
-        weight_bytes(decoder),
+        bench.decoder.kv_mode,
+        weight_bytes(bench.decoder),
         bench.start_seconds,
         bench.single(),
         {load.in_flight: bench.many(load, progress) for load in loads},

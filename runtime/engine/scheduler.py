@@ -15,6 +15,10 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
 
+ADMIT_SHARE = 16
+"""Where more requests wait than fit, admit them once one in so many seats is free: prompts in one step cost less than
+prompts in every step, and those that wait would wait anyway."""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -126,6 +130,9 @@ class Scheduler:
     def _admit(self, scheduled: dict[Request, ScheduledRequest], budget: int) -> None:
         static = self.config.static_batching
         if static and self.running:
+            return
+        free = self.config.max_num_seqs - len(self.running)
+        if not static and free < min(len(self.waiting), self.config.max_num_seqs // ADMIT_SHARE):
             return
         reserved = 0
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:

@@ -36,6 +36,7 @@ def graph_sizes(most: int) -> list[int]:
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    plan: PagedBatch  # what the graph reads and writes stays allocated
     logits: Tensor  # [size, vocab_size] in the model's dtype
 
 
@@ -133,7 +134,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = step()
-        return _Captured(graph, logits)
+        return _Captured(graph, plan, logits)
 
     def replay(
         self,

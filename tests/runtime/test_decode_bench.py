@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.decode_bench import MODES, SHAPES, Load, random_decoder, run_mode, weight_bytes
+from qtool.runtime.decode_bench import MODES, SHAPES, Load, open_bench, random_decoder, run_mode, weight_bytes
 from qtool.runtime.models import decoder_config
 
 TINY = SHAPES["llama-3-8b"] | {
@@ -19,9 +19,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_runs_its_loads(mode: str) -> None:
     loads = [Load(3, 7, prompt=20, short=3, long=9)]
-    figures = run_mode(
+    bench = open_bench(
         "tiny", mode, kv_mode="int8", device=CPU, loads=loads, prompts=[33], dtype=torch.bfloat16, settings=TINY
     )
+    figures = run_mode(bench, "tiny", mode, loads, [33])
     assert set(figures.many) == {3}
     assert set(figures.ttft_ms) == {33}
     assert min(figures.single, figures.many[3], figures.ttft_ms[33], figures.start_seconds) > 0
@@ -44,6 +45,6 @@ def test_shapes_are_those_of_the_published_models() -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(QtoolError, match="unknown shape 'gpt': use one of llama-2-7b"):
-        run_mode("gpt", "fp16", kv_mode="float", device=CPU, loads=[], prompts=[])
+        open_bench("gpt", "fp16", kv_mode="float", device=CPU, loads=[], prompts=[])
     with pytest.raises(QtoolError, match="unknown mode 'int3'"):
-        run_mode("llama-2-7b", "int3", kv_mode="float", device=CPU, loads=[], prompts=[])
+        open_bench("llama-2-7b", "int3", kv_mode="float", device=CPU, loads=[], prompts=[])

@@ -211,6 +211,21 @@ def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
     assert 0 < long.num_computed_tokens < long.num_tokens
 
 
+def test_a_full_engine_admits_several_at_once() -> None:
+    core, _ = make_core(600, 8, 64, 32)
+    for i in range(80):
+        core.add_request(Request(f"r{i}", [1, 2], SamplingParams(max_tokens=1 + i % 7, temperature=0)))
+    joined = []
+    waiting = 80
+    while core.has_unfinished():
+        core.step()
+        joined.append(waiting - core.stats().num_waiting)
+        waiting = core.stats().num_waiting
+    assert joined[0] == 32
+    assert 1 not in joined[:-1], "seats are filled in twos, until fewer wait than there are seats"
+    assert sum(joined) == 80
+
+
 def test_static_batching_admits_nobody_until_the_batch_ends() -> None:
     core, _ = make_core(64, 8, 64, 2, static=True)
     core.add_request(short := Request("short", [1], SamplingParams(max_tokens=2, temperature=0)))

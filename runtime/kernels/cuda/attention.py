@@ -4,6 +4,7 @@ prompts (rotate.cu, then prefill.py)."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ from qtool.runtime.kernels.layer_ops import AttentionShape
 HEAD_DIMS = (64, 128, 192, 256)
 MAX_GROUP = 16  # query heads of a KV head: one tile of the tensor cores
 WARPS = 4  # of a decode block
-_TILE = 16  # tokens that a warp takes at a time
-_MAX_SHARES = 32  # of one context
+_TILE = 16  # tokens that a warp takes at a time, at least
+_MAX_SHARES = 32  # of one context, as in decode_attention.cu
 _BLOCKS_PER_SM = 3
 LOG2_E = 1.4426950408889634
 
@@ -50,10 +51,17 @@ class PagedBatch:
 
 
 def split_shares(sequences: int, kv_heads: int, longest: int, num_sms: int) -> int:
-    """Into how many pieces contexts of up to `longest` tokens are cut, so that all SMs have work."""
-    wanted = -(-num_sms * _BLOCKS_PER_SM // max(1, sequences * kv_heads))
-    useful = -(-longest // (_TILE * WARPS))
-    return max(1, min(wanted, useful, _MAX_SHARES))
+    """Into how many pieces contexts of up to `longest` tokens are cut: the fewest that keep nearly all SMs busy."""
+    blocks, slots = max(1, sequences * kv_heads), num_sms * _BLOCKS_PER_SM
+    useful = max(1, min(-(-longest // (_TILE * WARPS)), _MAX_SHARES))
+
+    def busy(shares: int) -> float:
+        """Share of the device's slots that work, over the waves it takes; past four the last one hardly counts."""
+        waves = blocks * shares / slots
+        return 1.0 if waves >= 4 else waves / math.ceil(waves)
+
+    enough = next((n for n in range(1, useful + 1) if busy(n) >= 0.9), None)
+    return enough or max(range(1, useful + 1), key=busy)
 
 
 def scratch(sequences: int, shape: AttentionShape, shares: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -123,15 +131,15 @@ def _macros(shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed
     }
 
 
-def decode_macros(
-    shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool, warps: int = WARPS
-) -> Macros:
+def decode_macros(shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool) -> Macros:
     """All macros of decode_attention.cu."""
+    group, small = shape.num_heads // shape.num_kv_heads, shape.head_dim <= 128
     return _macros(shape, dtype, cache, normed=normed) | {
-        "G": shape.num_heads // shape.num_kv_heads,
+        "G": group,
         "BS": cache.values.shape[1],
-        "WARPS": warps,
-        "MINB": max(1, 12 // warps) if shape.head_dim <= 128 else 1,
+        "NT": 2 if cache.scales is not None and small and group <= 8 else 1,  # int8: as many bytes in flight
+        "WARPS": WARPS,
+        "MINB": _BLOCKS_PER_SM if small else 1,
     }
 
 

@@ -2,17 +2,20 @@
 // queries and key, and the write of key and value into the cache.
 //
 // A block serves one KV head of one sequence, the G query heads that share it (grouped-query packing), and one share of
-// the context (split-KV, flash-decoding). Each warp walks over tiles of 16 tokens. Tensor cores multiply 16 query heads,
-// of which G are real, by 8 tokens or 8 dims at a time; keys and values go from memory straight into registers as their
-// B operands: dims are contracted in the order in which 16-byte loads bring them, and the output's dims are stored in the
-// order that results. Of several shares, the block that ends last adds up all, in order, so results do not depend on timing.
+// the context (split-KV, flash-decoding). Each warp walks over units of 16 NT tokens. Keys and values go from memory
+// straight into registers as operands of the tensor cores: scores are 16 query heads (G of them real) times 8 tokens, keys
+// being the B operand; sums are 16 dims times 8 heads, values being the A operand and probabilities, as they come out of
+// the scores, the B operand. Dims are contracted in the order in which 16-byte loads bring them, and stored in the order that
+// results. Of several shares, the block that ends last adds up all, in order, so results do not depend on timing.
 //
-// Macros: those of rotate.cuh; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16;
-//   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares, sequences.
+// Macros: those of rotate.cuh; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; NT;
+//   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares (at most MAX_SHARES), sequences.
 
+#define MAX_SHARES 32
 #define UNROLL _Pragma("unroll")
 #define MMA_BF16 (BF16 && !KV)                           // codes are exact in float16, and cheap to bring there
-#define ROWS (G > 8 ? 2 : 1)                             // heads of a lane: g, and g + 8
+#define UNIT (16 * NT)
+#define ROWS (G > 8 ? 2 : 1)                             // runs of 8 heads
 #define LDQ (D + 32)                                     // of queries in shared memory: no bank conflicts
 #define CHUNKS (D / 64)
 #define K_LOADS (KV ? D / 64 : D / 32)                   // 16-byte loads of a lane for 8 tokens
@@ -73,6 +76,7 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   u16* queries = (u16*)shared;                           // [8 ROWS][LDQ]
   float* results = (float*)(shared + 8 * ROWS * LDQ * 2);   // [WARPS][G][D]
   __shared__ float peaks[WARPS][16], sums[WARPS][16];
+  __shared__ float weights[MAX_SHARES * G], totals[MAX_SHARES * G];   // of the shares
   __shared__ u32 arrived;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int kv_head = blockIdx.x, kv_heads = gridDim.x, share = blockIdx.y, sequence = blockIdx.z;
@@ -85,11 +89,11 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     return;
   }
   const int first = window > 0 ? max(0, position + 1 - window) : 0;
-  const int first_tile = first >> 4, tiles = (position >> 4) + 1 - first_tile;
-  const int per_share = max((tiles + (int)gridDim.y - 1) / (int)gridDim.y, WARPS);
-  const int shares = (tiles + per_share - 1) / per_share;
+  const int first_unit = first / UNIT, units = position / UNIT + 1 - first_unit;
+  const int per_share = max((units + (int)gridDim.y - 1) / (int)gridDim.y, WARPS);
+  const int shares = (units + per_share - 1) / per_share;
   if (share >= shares) return;
-  const int begin = first_tile + share * per_share, end = min(begin + per_share, first_tile + tiles);
+  const int begin = first_unit + share * per_share, end = min(begin + per_share, first_unit + units);
   const int* table = tables + (u64)sequence * table_width;
 
   const u16* row = qkv + (u64)sequence * (heads + 2 * kv_heads) * D;
@@ -122,160 +126,195 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   const u32 token_bytes = 2 * kv_heads * KV_BYTES;
   const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
   const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * (KV ? 8 : 16);
-  auto slot_of = [&](int tile) { return table[tile * 16 / BS] * BS + tile * 16 % BS; };
+  // Of 16 tokens; those past the end of the sequence repeat the last ones, and are masked.
+  auto slot_of = [&](int unit, int n) {
+    const int tile = min(unit * NT + n, position >> 4);
+    return table[tile * 16 / BS] * BS + tile * 16 % BS;
+  };
 
-  uint4 k[2][K_LOADS];
-  Values v[4][CHUNKS];                                   // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
+  uint4 k[NT][2][K_LOADS];
+  Values v[NT][4][CHUNKS];                               // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
 #if KV
-  float k_scale[4], v_scale[4];                          // of these tokens
-#endif
-  auto load_keys = [&](int slot) {
-    const u8* at = keys_of + (u64)slot * token_bytes;
-    UNROLL for (int n = 0; n < 2; n++)
-      UNROLL for (int i = 0; i < K_LOADS; i++) k[n][i] = load16(at + n * 8 * token_bytes + i * 64);
+  float k_scale[NT][4], v_scale[NT][4];                  // of these tokens
+  auto load_scales = [&](float (&to)[4], int slot, int head) {
+    UNROLL for (int i = 0; i < 4; i++) {
 #if KV == 1
-    UNROLL for (int i = 0; i < 4; i++)
-      k_scale[i] = bf16_to_float(((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + kv_head]);
-#elif KV == 2
-    UNROLL for (int i = 0; i < 4; i++) k_scale[i] = ((const float*)scales)[kv_head];
+      to[i] = bf16_to_float(((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + head]);
+#else
+      to[i] = ((const float*)scales)[head];
 #endif
+    }
   };
-  auto load_v = [&](int slot) {
-    const u8* at = values_of + (u64)slot * token_bytes;
-    UNROLL for (int i = 0; i < 4; i++)
-      UNROLL for (int c = 0; c < CHUNKS; c++)
-        load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (KV ? 64 : 128), v[i][c]);
-#if KV == 1
-    UNROLL for (int i = 0; i < 4; i++)
-      v_scale[i] = bf16_to_float(
-          ((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + kv_heads + kv_head]);
-#elif KV == 2
-    UNROLL for (int i = 0; i < 4; i++) v_scale[i] = ((const float*)scales)[kv_heads + kv_head];
 #endif
+  auto load_keys = [&](const int (&slot)[NT]) {
+    UNROLL for (int n = 0; n < NT; n++) {
+      const u8* at = keys_of + (u64)slot[n] * token_bytes;
+      UNROLL for (int m = 0; m < 2; m++)
+        UNROLL for (int i = 0; i < K_LOADS; i++) k[n][m][i] = load16(at + m * 8 * token_bytes + i * 64);
+#if KV
+      load_scales(k_scale[n], slot[n], kv_head);
+#endif
+    }
+  };
+  auto load_v = [&](const int (&slot)[NT]) {
+    UNROLL for (int n = 0; n < NT; n++) {
+      const u8* at = values_of + (u64)slot[n] * token_bytes;
+      UNROLL for (int i = 0; i < 4; i++)
+        UNROLL for (int c = 0; c < CHUNKS; c++)
+          load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (KV ? 64 : 128), v[n][i][c]);
+#if KV
+      load_scales(v_scale[n], slot[n], kv_heads + kv_head);
+#endif
+    }
   };
 
-  float peak[ROWS], sum[ROWS], o[CHUNKS][8][4];
-  UNROLL for (int r = 0; r < ROWS; r++) { peak[r] = MINUS_INFINITY; sum[r] = 0.f; }
-  UNROLL for (int c = 0; c < CHUNKS; c++)
-    UNROLL for (int j = 0; j < 8; j++)
-      UNROLL for (int e = 0; e < 4; e++) o[c][j][e] = 0.f;
+  // o[r][c][w]: dims 64 c + 8 g + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and 8 r + 2 t + 1.
+  float peak[ROWS], sum[ROWS], o[ROWS][CHUNKS][4][4];
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    peak[r] = MINUS_INFINITY;
+    sum[r] = 0.f;
+    UNROLL for (int c = 0; c < CHUNKS; c++)
+      UNROLL for (int w = 0; w < 4; w++)
+        UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] = 0.f;
+  }
 
-  int tile = begin + warp, slot = 0, next_slot = 0;
-  if (tile < end) {
-    slot = slot_of(tile);
+  int unit = begin + warp, slot[NT], next_slot[NT];
+  UNROLL for (int n = 0; n < NT; n++) next_slot[n] = 0;
+  if (unit < end) {
+    UNROLL for (int n = 0; n < NT; n++) slot[n] = slot_of(unit, n);
     load_keys(slot);
     load_v(slot);
-    if (tile + WARPS < end) next_slot = slot_of(tile + WARPS);
+    if (unit + WARPS < end) UNROLL for (int n = 0; n < NT; n++) next_slot[n] = slot_of(unit + WARPS, n);
   }
-  for (; tile < end; tile += WARPS) {
-    slot = next_slot;
-    if (tile + 2 * WARPS < end) next_slot = slot_of(tile + 2 * WARPS);
+  for (; unit < end; unit += WARPS) {
+    UNROLL for (int n = 0; n < NT; n++) slot[n] = next_slot[n];
+    if (unit + 2 * WARPS < end) UNROLL for (int n = 0; n < NT; n++) next_slot[n] = slot_of(unit + 2 * WARPS, n);
 
-    float s[2][4];
-    UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) s[n][e] = 0.f;
+    float s[NT][2][4];                                   // heads g (elements 0, 1) and g + 8; tokens 8 m + 2 t, and the next
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int m = 0; m < 2; m++)
+        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] = 0.f;
     UNROLL for (int i = 0; i < K_LOADS; i++) {
 #if KV                                                   // dims 64 i + 16 t ...: four steps of four dims a lane
-      uint4 q[2][2];
+      uint4 q[ROWS][2];
       UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int j = 0; j < 2; j++) q[r][j] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 64 + t * 16 + j * 8);
       UNROLL for (int j = 0; j < 4; j++) {
         const u32 a0 = word(q[0][j >> 1], 2 * (j & 1)), a2 = word(q[0][j >> 1], 2 * (j & 1) + 1);
         const u32 a1 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1)) : 0;
         const u32 a3 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1) + 1) : 0;
-        UNROLL for (int n = 0; n < 2; n++) {
-          const u32 flipped = word(k[n][i], j) ^ 0x80808080u;
-          multiply(s[n], a0, a1, a2, a3, codes_low(flipped), codes_high(flipped));
-        }
+        UNROLL for (int n = 0; n < NT; n++)
+          UNROLL for (int m = 0; m < 2; m++) {
+            const u32 flipped = word(k[n][m][i], j) ^ 0x80808080u;
+            multiply(s[n][m], a0, a1, a2, a3, codes_low(flipped), codes_high(flipped));
+          }
       }
 #else                                                    // dims 32 i + 8 t ...: two steps of four dims a lane
-      uint4 q[2];
+      uint4 q[ROWS];
       UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 32 + t * 8);
       UNROLL for (int j = 0; j < 2; j++) {
         const u32 a0 = word(q[0], 2 * j), a2 = word(q[0], 2 * j + 1);
         const u32 a1 = ROWS > 1 ? word(q[ROWS - 1], 2 * j) : 0, a3 = ROWS > 1 ? word(q[ROWS - 1], 2 * j + 1) : 0;
-        UNROLL for (int n = 0; n < 2; n++) multiply(s[n], a0, a1, a2, a3, word(k[n][i], 2 * j), word(k[n][i], 2 * j + 1));
+        UNROLL for (int n = 0; n < NT; n++)
+          UNROLL for (int m = 0; m < 2; m++)
+            multiply(s[n][m], a0, a1, a2, a3, word(k[n][m][i], 2 * j), word(k[n][m][i], 2 * j + 1));
       }
 #endif
     }
 #if KV
-    UNROLL for (int n = 0; n < 2; n++) UNROLL for (int e = 0; e < 4; e++) s[n][e] *= k_scale[2 * n + (e & 1)];
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int m = 0; m < 2; m++)
+        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] *= k_scale[n][2 * m + (e & 1)];
 #endif
-    if (tile + WARPS < end) load_keys(slot);
+    if (unit + WARPS < end) load_keys(slot);
 
-    if (tile * 16 + 15 > position || tile * 16 < first)
-      UNROLL for (int n = 0; n < 2; n++)
-        UNROLL for (int e = 0; e < 4; e++) {
-          const int token = tile * 16 + n * 8 + 2 * t + (e & 1);
-          if (token > position || token < first) s[n][e] = MINUS_INFINITY;
-          if (e < 2 && token > position) {               // 0 times what lies there must be 0, even if that is NaN
-            UNROLL for (int c = 0; c < CHUNKS; c++) v[2 * n + e][c] = Values{};
+    if (unit * UNIT + UNIT - 1 > position || unit * UNIT < first)
+      UNROLL for (int n = 0; n < NT; n++)
+        UNROLL for (int m = 0; m < 2; m++)
+          UNROLL for (int e = 0; e < 4; e++) {
+            const int token = unit * UNIT + n * 16 + m * 8 + 2 * t + (e & 1);
+            if (token > position || token < first) s[n][m][e] = MINUS_INFINITY;
+            if (e < 2 && token > position) {             // 0 times what lies there must be 0, even if that is NaN
+              UNROLL for (int c = 0; c < CHUNKS; c++) v[n][2 * m + e][c] = Values{};
 #if KV
-            v_scale[2 * n + e] = 0.f;
+              v_scale[n][2 * m + e] = 0.f;
 #endif
+            }
           }
-        }
-    u32 p[4] = {0, 0, 0, 0};
+    u32 p[NT][ROWS][2];
     UNROLL for (int r = 0; r < ROWS; r++) {
-      float top = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
+      float top = MINUS_INFINITY;
+      UNROLL for (int n = 0; n < NT; n++)
+        UNROLL for (int m = 0; m < 2; m++) top = fmaxf(top, fmaxf(s[n][m][2 * r], s[n][m][2 * r + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       top = fmaxf(top, peak[r]);
       if (__any_sync(0xffffffffu, top > peak[r])) {
-        const float shrink = exp2(peak[r] - top);        // 0 at first: minus infinity
-        const float factor_of = peak[r] == top ? 1.f : shrink;   // minus infinity both: nothing to shrink
-        sum[r] *= factor_of;
+        // 0 at first; where both are minus infinity there is nothing to shrink
+        const float shrink = peak[r] == top ? 1.f : exp2(peak[r] - top);
+        const float even = __shfl_sync(0xffffffffu, shrink, 8 * t), odd = __shfl_sync(0xffffffffu, shrink, 8 * t + 4);
+        sum[r] *= shrink;
         UNROLL for (int c = 0; c < CHUNKS; c++)
-          UNROLL for (int j = 0; j < 8; j++) { o[c][j][2 * r] *= factor_of; o[c][j][2 * r + 1] *= factor_of; }
+          UNROLL for (int w = 0; w < 4; w++) {
+            o[r][c][w][0] *= even;
+            o[r][c][w][1] *= odd;
+            o[r][c][w][2] *= even;
+            o[r][c][w][3] *= odd;
+          }
         peak[r] = top;
       }
       const float base = top == MINUS_INFINITY ? 0.f : top;
-      float e[4];
-      UNROLL for (int i = 0; i < 4; i++) {
-        e[i] = exp2(s[i >> 1][2 * r + (i & 1)] - base);
-        sum[r] += e[i];
+      UNROLL for (int n = 0; n < NT; n++) {
+        float e[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+          e[i] = exp2(s[n][i >> 1][2 * r + (i & 1)] - base);
+          sum[r] += e[i];
 #if KV
-        e[i] *= v_scale[i] * V_SHIFT;
+          e[i] *= v_scale[n][i] * V_SHIFT;
 #endif
-      }
-      p[r] = operand(e[0], e[1]);
-      p[r + 2] = operand(e[2], e[3]);
-    }
-    UNROLL for (int c = 0; c < CHUNKS; c++) {
-#if KV
-      UNROLL for (int w = 0; w < 2; w++) {               // dims 4 w ... of the lane's 8
-        u32 codes[4];
-        UNROLL for (int i = 0; i < 4; i++) codes[i] = (w ? v[i][c].y : v[i][c].x) ^ 0x80808080u;
-        UNROLL for (int j = 0; j < 2; j++) {             // a0 b0 a1 b1, or those of dims 2 and 3
-          const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
-          const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
-          multiply(o[c][4 * w + 2 * j], p[0], p[1], p[2], p[3], codes_low(low), codes_low(high));
-          multiply(o[c][4 * w + 2 * j + 1], p[0], p[1], p[2], p[3], codes_high(low), codes_high(high));
         }
+        p[n][r][0] = operand(e[0], e[1]);
+        p[n][r][1] = operand(e[2], e[3]);
       }
-#else
-      UNROLL for (int w = 0; w < 4; w++) {               // dims 2 w, 2 w + 1 of the lane's 8
-        const u32 v0 = word(v[0][c], w), v1 = word(v[1][c], w), v2 = word(v[2][c], w), v3 = word(v[3][c], w);
-        multiply(o[c][2 * w], p[0], p[1], p[2], p[3], __byte_perm(v0, v1, 0x5410), __byte_perm(v2, v3, 0x5410));
-        multiply(o[c][2 * w + 1], p[0], p[1], p[2], p[3], __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x7632));
-      }
-#endif
     }
-    if (tile + WARPS < end) load_v(slot);
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int c = 0; c < CHUNKS; c++) {
+#if KV
+        UNROLL for (int half = 0; half < 2; half++) {    // dims 4 half ... of the lane's 8
+          u32 codes[4];
+          UNROLL for (int i = 0; i < 4; i++) codes[i] = (half ? v[n][i][c].y : v[n][i][c].x) ^ 0x80808080u;
+          UNROLL for (int j = 0; j < 2; j++) {           // bytes 2 j of both tokens, then bytes 2 j + 1
+            const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
+            const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
+            const u32 a0 = codes_low(low), a1 = codes_high(low), a2 = codes_low(high), a3 = codes_high(high);
+            UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][2 * half + j], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
+          }
+        }
+#else
+        UNROLL for (int w = 0; w < 4; w++) {
+          const u32 v0 = word(v[n][0][c], w), v1 = word(v[n][1][c], w), v2 = word(v[n][2][c], w), v3 = word(v[n][3][c], w);
+          const u32 a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
+          const u32 a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+          UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][w], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
+        }
+#endif
+      }
+    if (unit + WARPS < end) load_v(slot);
   }
 
-  // Each warp has seen tiles of its own: bring their sums to one scale.
+  // Each warp has seen units of its own: bring their sums to one scale.
   UNROLL for (int r = 0; r < ROWS; r++) {
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-    const int head = g + 8 * r;
-    if (t == 0) { peaks[warp][head] = peak[r]; sums[warp][head] = sum[r]; }
-    if (head < G)
-      UNROLL for (int c = 0; c < CHUNKS; c++) {          // o[c][j]: dims 64 c + 16 t + j, and those 8 further
-        float* to = results + (warp * G + head) * D + c * 64 + t * 16;
-        UNROLL for (int e = 0; e < 2; e++)
-          UNROLL for (int j = 0; j < 8; j += 4)
-            *(float4*)(to + e * 8 + j) = make_float4(o[c][j][2 * r + e], o[c][j + 1][2 * r + e], o[c][j + 2][2 * r + e], o[c][j + 3][2 * r + e]);
-      }
+    if (t == 0) { peaks[warp][g + 8 * r] = peak[r]; sums[warp][g + 8 * r] = sum[r]; }
+    UNROLL for (int e = 0; e < 2; e++) {
+      const int head = 8 * r + 2 * t + e;
+      if (head < G)
+        UNROLL for (int c = 0; c < CHUNKS; c++)
+          UNROLL for (int w = 0; w < 4; w += 2)
+            *(float4*)(results + (warp * G + head) * D + c * 64 + g * 8 + 2 * w) =
+                make_float4(o[r][c][w][e], o[r][c][w][e + 2], o[r][c][w + 1][e], o[r][c][w + 1][e + 2]);
+    }
   }
   __syncthreads();
   float* parts = partial + ((u64)sequence * kv_heads + kv_head) * gridDim.y * (G * (D + 2));
@@ -306,15 +345,21 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   if (arrived != shares - 1) return;
   if (threadIdx.x == 0) *counter = 0;
   __threadfence();
+  for (int i = threadIdx.x; i < shares * G; i += WARPS * 32) {   // all shares' scales at once, not one after another
+    const float* other = parts + (u64)(i / G) * (G * (D + 2)) + G * D + 2 * (i % G);
+    weights[i] = load_partial(other);
+    totals[i] = load_partial(other + 1);
+  }
+  __syncthreads();
   for (int i = threadIdx.x; i < G * D; i += WARPS * 32) {
     const int head = i / D;
     float top = MINUS_INFINITY, total = 0.f, value = 0.f;
-    for (int s = 0; s < shares; s++) top = fmaxf(top, load_partial(parts + (u64)s * (G * (D + 2)) + G * D + 2 * head));
-    for (int s = 0; s < shares; s++) {
-      const float* other = parts + (u64)s * (G * (D + 2));
-      const float weight = exp2(load_partial(other + G * D + 2 * head) - top);
-      total += weight * load_partial(other + G * D + 2 * head + 1);
-      value += weight * load_partial(other + i);
+    for (int n = 0; n < shares; n++) top = fmaxf(top, weights[n * G + head]);
+#pragma unroll 8
+    for (int n = 0; n < shares; n++) {
+      const float weight = exp2(weights[n * G + head] - top);
+      total += weight * totals[n * G + head];
+      value += weight * load_partial(parts + (u64)n * (G * (D + 2)) + i);
     }
     mine[i] = float_to_act(value / total);
   }

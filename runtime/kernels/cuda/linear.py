@@ -111,8 +111,8 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(x, None, packed, spec, choice, out)
         elif choice is not None and wide.supports(packed, spec):
             wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
-        elif _multiplies_int8(packed, spec):
-            _int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
+        elif multiplies_int8(packed, spec):
+            int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:
             dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
     return out
@@ -130,17 +130,18 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
         return 0
     if choice is not None:
         return choice.tokens if wide.supports(weight, spec) else None
-    return ROW_MAJOR if _multiplies_int8(weight, spec) else None
+    return ROW_MAJOR if multiplies_int8(weight, spec) else None
 
 
-def _multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
+def multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
     """Whether many tokens go through int8_matmul: both sides int8, one scale a channel, and Triton is there."""
     scheme = spec.scheme
     plain = scheme.bits == 8 and scheme.act_bits == 8 and scheme.symmetric and scheme.group_size == PER_CHANNEL
     return plain and packed.chunks % 2 == 0 and not len(packed.columns) and util.find_spec("triton") is not None
 
 
-def _int8_product(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> None:
+def int8_product(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> None:
+    """out = rows @ weight.T for a weight for which `multiplies_int8` holds; rows in ROW_MAJOR order."""
     from qtool.runtime.kernels.cuda.int8_matmul import int8_matmul, unpack_rows
 
     int8_matmul(rows, unpack_rows(packed, spec.rows), packed.scales, out)
@@ -152,7 +153,7 @@ def apply_rows(rows: Int8Rows, packed: Packed, spec: LinearSpec) -> Tensor:
     out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=rows.codes.device)
     choice = choose(spec, tokens, out.device)
     if choice is None:
-        _int8_product(rows, weight, spec, out)
+        int8_product(rows, weight, spec, out)
     elif isinstance(choice, SkinnyConfig):
         skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
     else:

@@ -29,16 +29,16 @@ def _step(
     # beyond the context: zeros, since 0 times what lies there must be 0, even if that is NaN
     inside = (dims[None, :] < dim) & (at < key_limit)[:, None]
     k = tl.load(cache + key_rows[:, None] * dim + dims[None, :], mask=inside, other=0)
-    s = tl.dot(q, tl.trans(k.to(q.dtype))) * factor
+    s = tl.dot(q, tl.trans(k.to(q.dtype)))
     if has_scales:
         key_scales = tl.load(scales + slots * scale_stride + head, mask=at < key_limit, other=0)
         s *= key_scales.to(tl.float32)[None, :]
     if masked:
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] > positions[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(peak, tl.max(s, 1))
+    top = tl.maximum(peak, tl.max(s, 1) * factor)
     base = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s * factor - base[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(p, 1)
     v = tl.load(cache + (key_rows + kv_heads)[:, None] * dim + dims[None, :], mask=inside, other=0)

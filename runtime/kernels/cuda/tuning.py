@@ -20,8 +20,9 @@ from qtool.runtime.kernels.cuda import dequantize, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
+from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
-from qtool.runtime.kernels.cuda.rows import quantize_rows
+from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds
 from qtool.runtime.kernels.cuda.wide import WideConfig
@@ -199,6 +200,9 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
             ),
             calls,
         )
+    if multiplies_int8(rounds[0], spec):
+        plain = quantize_rows(x, ROW_MAJOR)
+        return graph_microseconds(lambda i: int8_product(plain, rounds[i % count], spec, out), calls)
     return graph_microseconds(lambda i: dequantize.multiply(x, rounds[i % count], spec, out), calls)
 
 

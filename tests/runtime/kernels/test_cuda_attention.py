@@ -146,6 +146,7 @@ class TestOnGpu:
 
 def test_shares_cover_the_device_and_no_more() -> None:
     assert split_shares(64, 32, 4096, 132) == 1
-    assert split_shares(1, 32, 4096, 132) == 13
+    assert split_shares(1, 32, 4096, 132) == 12  # 384 of 396 slots; 13 would take a second wave
+    assert split_shares(64, 8, 4096, 132) == 3  # 1,536 of 1,584 slots; one piece would leave a third of them idle
     assert split_shares(1, 8, 100, 132) == 2  # no piece shorter than a tile for each warp
     assert split_shares(1, 1, 1 << 20, 132) == 32

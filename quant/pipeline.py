@@ -153,6 +153,7 @@ def _calibrated_blocks(
         if job.kv_int8:
             result.kv = calibrate_kv(block)
         yield result
+        del result
 
 
 def default_activation_memory(device: torch.device) -> int:
@@ -292,13 +293,14 @@ def quantize(
             stage = f"quantize ({method})"
             try:
                 block_started = time.perf_counter()
-                for index, result in enumerate(blocks):
-                    artifact.add(_block_tensors(job, index, result))
+                for result in blocks:  # not enumerated: that would hold each while the next is made
+                    artifact.add(_block_tensors(job, len(usage), result))
                     layers.update(result.records)
                     notes.extend(result.notes)
                     kv += [] if result.kv is None else [result.kv]
                     usage.append(_usage(time.perf_counter() - block_started, on))
-                    progress(stage, index + 1, job.structure.num_blocks)
+                    del result
+                    progress(stage, len(usage), job.structure.num_blocks)
                     block_started = time.perf_counter()
             except BaseException:
                 if store is not None:

@@ -15,6 +15,7 @@ from qtool.quant.errors import QtoolError
 # columns of the Hessian updated at once: the lower triangle is mirrored, not computed
 _TILE = {"cpu": 512, "cuda": 2048}
 _LEAF = 512  # triangles up to this size are inverted by substitution
+_PIECE = 1 << 22  # elements that are moved at once
 _MAX_DAMPING = 1.0
 
 
@@ -95,20 +96,22 @@ def invert(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True, la
     mean = diagonal[~dead].double().mean().item() if not bool(dead.all()) else 1.0
     # With rows and columns in reverse, H = LLᵀ gives U = L⁻¹ reversed: one factorization, and H⁻¹ is never formed.
     # Scaled by its own mean, the matrix can be neither tiny nor huge; GPTQ's steps do not depend on the scale of H.
-    # A wide layer's matrix is larger than the layer: beside `hessian` there are never more than two of its size.
+    # A wide layer's matrix is larger than the layer: beside `hessian` there is one of its size, all done in place.
     reverse = order.flip(0)
     used = damping
     while used <= _MAX_DAMPING:
         scaled = hessian[reverse[:, None], reverse].div_(mean)
         scaled.diagonal()[dead[reverse]] = 1.0
         scaled.diagonal().add_(used)
-        lower, failed = torch.linalg.cholesky_ex(scaled)
-        del scaled
+        # its transpose has the strides that LAPACK wants, and the same values
+        lower, failed = torch.linalg.cholesky_ex(
+            scaled.T, out=(scaled.T, torch.empty((), dtype=torch.int32, device=scaled.device))
+        )
         if not int(failed):
             _invert_lower(lower)
-            upper = lower.flip(0, 1)
-            if _is_finite(upper):
-                return InverseFactor(upper, order, dead, used)
+            _reverse(scaled.view(-1))
+            if _is_finite(scaled):
+                return InverseFactor(scaled.T, order, dead, used)
         used = max(used, 1e-4) * 10
     raise QtoolError(f"{layer}: the Hessian stays singular at a damping of {_MAX_DAMPING}: use more calibration data")
 
@@ -118,6 +121,17 @@ def _is_finite(matrix: Tensor) -> bool:
     return all(
         bool(torch.isfinite(rows).all()) for rows in torch.split(matrix, _TILE["cpu"] if matrix.is_cpu else len(matrix))
     )
+
+
+def _reverse(values: Tensor) -> None:
+    """Reverse a vector in place: of a matrix's elements, that reverses rows and columns."""
+    size = len(values)
+    for start in range(0, size // 2, _PIECE):
+        stop = min(start + _PIECE, size // 2)
+        front, back = values[start:stop], values[size - stop : size - start]
+        kept = front.flip(0)
+        front.copy_(back.flip(0))
+        back.copy_(kept)
 
 
 def _invert_lower(lower: Tensor) -> None:

@@ -27,10 +27,11 @@ def main(request_file: Path) -> None:
         seqlen=tokens.shape[1],
         batch_size=4,
         device_map="cpu",
+        enable_torch_compile=False,  # compiling takes longer than it saves here
     )
     folder = Path(request["out"])
-    _, written = rounding.quantize_and_save(str(folder), format="auto_awq")
-    found = next(Path(p) for p in ([written] if isinstance(written, str) else [folder, *written]) if Path(p).is_dir())
+    rounding.quantize_and_save(str(folder), format="auto_awq")
+    found = next(folder.rglob("config.json")).parent  # it writes into a folder below, named by itself
     (folder / "result.json").write_text(json.dumps({"folder": str(found)}))
 
 

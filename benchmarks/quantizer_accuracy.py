@@ -61,7 +61,8 @@ def artifact_model(folder: Path) -> Any:
             state[f"{layer}.weight"] = reader.read(layer).dequantize()
             if scheme.act_bits:
                 model.get_submodule(layer).register_forward_pre_hook(round_input)
-        missing, _ = model.load_state_dict(state, strict=False)
+        missing, _ = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
     if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise SystemExit(f"{folder}: lacks {missing}")
     return model

@@ -82,9 +82,9 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   const int kv_head = blockIdx.x, kv_heads = gridDim.x, share = blockIdx.y, sequence = blockIdx.z;
   const int heads = kv_heads * G;
   u16* mine = out + ((u64)sequence * heads + kv_head * G) * D;
-  pdl_wait();
   const int position = positions[sequence];
   if (position < 0) {
+    pdl_wait();
     for (int i = threadIdx.x; share == 0 && i < G * D; i += WARPS * 32) mine[i] = 0;
     return;
   }
@@ -92,36 +92,12 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   const int first_unit = first / UNIT, units = position / UNIT + 1 - first_unit;
   const int per_share = max((units + (int)gridDim.y - 1) / (int)gridDim.y, WARPS);
   const int shares = (units + per_share - 1) / per_share;
-  if (share >= shares) return;
+  if (share >= shares) {
+    pdl_wait();
+    return;
+  }
   const int begin = first_unit + share * per_share, end = min(begin + per_share, first_unit + units);
   const int* table = tables + (u64)sequence * table_width;
-
-  const u16* row = qkv + (u64)sequence * (heads + 2 * kv_heads) * D;
-  const int owner = share == shares - 1;                 // of the new token
-  const int work = 8 * ROWS + 2 * owner;
-  for (int i = warp; i < work; i += WARPS) {
-    float v[PAIRS][4];
-    if (i < 8 * ROWS) {
-      UNROLL for (int p = 0; p < PAIRS; p++) UNROLL for (int k = 0; k < 4; k++) v[p][k] = 0.f;
-      if (i < G)
-        rotate_head(row + (kv_head * G + i) * D, q_norm, cos + (u64)position * D, sin + (u64)position * D, eps, lane, v);
-      UNROLL for (int p = 0; p < PAIRS; p++) {
-        const int d = dim_of(lane, p);
-        if (d < D / 2) {
-          *(u32*)(queries + i * LDQ + d) = operand(v[p][0] * factor, v[p][1] * factor);
-          *(u32*)(queries + i * LDQ + d + D / 2) = operand(v[p][2] * factor, v[p][3] * factor);
-        }
-      }
-    } else {
-      const int values = i - 8 * ROWS, cached = kv_head + values * kv_heads;
-      const u16* x = row + (heads + cached) * D;
-      if (values) load_head(x, lane, v);
-      else rotate_head(x, k_norm, cos + (u64)position * D, sin + (u64)position * D, eps, lane, v);
-      const u64 slot = (u64)table[position / BS] * BS + position % BS;
-      cache_head(cache, scales, slot * 2 * kv_heads + cached, cached, lane, v);
-    }
-  }
-  __syncthreads();
 
   const u32 token_bytes = 2 * kv_heads * KV_BYTES;
   const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
@@ -168,6 +144,55 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     }
   };
 
+  // Positions, tables, rotations and all tokens but the new one were there before this step began: reading them need not
+  // wait for the kernel before us. (A step begins with kernels that are not launched early, the embedding's for one, so
+  // nothing of the step before it is still running.)
+  Rotation rotation;
+  load_rotation(cos, sin, position, lane, rotation);
+  int unit = begin + warp, slot[NT], next_slot[NT];
+  UNROLL for (int n = 0; n < NT; n++) {
+    slot[n] = unit < end ? slot_of(unit, n) : 0;
+    next_slot[n] = unit + WARPS < end ? slot_of(unit + WARPS, n) : 0;
+  }
+  const bool early = unit < end && unit * UNIT + UNIT <= position, late = unit < end && !early;
+  if (early) {
+    load_keys(slot);
+    load_v(slot);
+  }
+  pdl_wait();
+
+  const u16* row = qkv + (u64)sequence * (heads + 2 * kv_heads) * D;
+  const int owner = share == shares - 1;                 // of the new token
+  const int work = 8 * ROWS + 2 * owner;
+  for (int i = warp; i < work; i += WARPS) {
+    float v[PAIRS][4];
+    if (i < 8 * ROWS) {
+      UNROLL for (int p = 0; p < PAIRS; p++) UNROLL for (int k = 0; k < 4; k++) v[p][k] = 0.f;
+      if (i < G)
+        rotate_head(row + (kv_head * G + i) * D, q_norm, rotation, eps, lane, v);
+      UNROLL for (int p = 0; p < PAIRS; p++) {
+        const int d = dim_of(lane, p);
+        if (d < D / 2) {
+          *(u32*)(queries + i * LDQ + d) = operand(v[p][0] * factor, v[p][1] * factor);
+          *(u32*)(queries + i * LDQ + d + D / 2) = operand(v[p][2] * factor, v[p][3] * factor);
+        }
+      }
+    } else {
+      const int values = i - 8 * ROWS, cached = kv_head + values * kv_heads;
+      const u16* x = row + (heads + cached) * D;
+      if (values) load_head(x, lane, v);
+      else rotate_head(x, k_norm, rotation, eps, lane, v);
+      const u64 slot = (u64)table[position / BS] * BS + position % BS;
+      cache_head(cache, scales, slot * 2 * kv_heads + cached, cached, lane, v);
+    }
+  }
+  __syncthreads();
+
+  if (late) {                                            // the unit of the new token
+    load_keys(slot);
+    load_v(slot);
+  }
+
   // o[r][c][w]: dims 64 c + 8 g + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and 8 r + 2 t + 1.
   float peak[ROWS], sum[ROWS], o[ROWS][CHUNKS][4][4];
   UNROLL for (int r = 0; r < ROWS; r++) {
@@ -178,14 +203,6 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
         UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] = 0.f;
   }
 
-  int unit = begin + warp, slot[NT], next_slot[NT];
-  UNROLL for (int n = 0; n < NT; n++) next_slot[n] = 0;
-  if (unit < end) {
-    UNROLL for (int n = 0; n < NT; n++) slot[n] = slot_of(unit, n);
-    load_keys(slot);
-    load_v(slot);
-    if (unit + WARPS < end) UNROLL for (int n = 0; n < NT; n++) next_slot[n] = slot_of(unit + WARPS, n);
-  }
   for (; unit < end; unit += WARPS) {
     UNROLL for (int n = 0; n < NT; n++) slot[n] = next_slot[n];
     if (unit + 2 * WARPS < end) UNROLL for (int n = 0; n < NT; n++) next_slot[n] = slot_of(unit + 2 * WARPS, n);

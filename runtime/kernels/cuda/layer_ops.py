@@ -12,7 +12,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda.attention import HEAD_DIMS, MAX_GROUP, PagedBatch, attend, plan_step
 from qtool.runtime.kernels.cuda.linear import NAME, apply_rows, int8_order
 from qtool.runtime.kernels.cuda.nvrtc import library
-from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, add_norm, silu_mul
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, add_norm, silu_mul
 from qtool.runtime.kernels.interface import QuantLinear
 from qtool.runtime.kernels.layer_ops import TORCH_OPS, AttentionShape, LayerOps, Linear
 
@@ -49,24 +49,28 @@ def _order(linear: Linear, tokens: int) -> int | None:
     return None
 
 
-def _run(rows: object, linear: Linear) -> Tensor:
-    if isinstance(rows, Tensor):
+def _run(rows: Tensor | Int8Rows, order: int | None, linear: Linear) -> Tensor:
+    """`linear` of what a kernel before it has left in `order`."""
+    if order is None:
+        assert isinstance(rows, Tensor)
         return linear(rows)
     assert isinstance(linear, QuantLinear)
-    out = apply_rows(rows, linear.packed, linear.spec)  # type: ignore[arg-type]
+    out = apply_rows(rows, linear.packed, linear.spec)
     return out if linear.bias is None else out + linear.bias
 
 
 def _norm_linear(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
 ) -> tuple[Tensor, Tensor]:
-    return _run(add_norm(hidden, delta, weight, eps, _order(linear, len(hidden))), linear), hidden
+    order = _order(linear, len(hidden))
+    return _run(add_norm(hidden, delta, weight, eps, order), order, linear), hidden
 
 
 def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
     if gate_up.shape[1] % 16 or gate_up.shape[1] // 2 > MAX_COLUMNS:
         return TORCH_OPS.silu_linear(gate_up, linear)
-    return _run(silu_mul(gate_up, _order(linear, len(gate_up))), linear)
+    order = _order(linear, len(gate_up))
+    return _run(silu_mul(gate_up, order), order, linear)
 
 
 def _rotation(cos: Tensor, sin: Tensor, plan: PagedBatch) -> tuple[Tensor, Tensor]:

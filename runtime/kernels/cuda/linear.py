@@ -14,7 +14,7 @@ from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import dequantize, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
-from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROW_MAJOR, Int8Rows, quantize_rows
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROUNDED, ROW_MAJOR, Int8Rows, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
@@ -114,7 +114,7 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
         elif multiplies_int8(packed, spec):
             int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:
-            dequantize.multiply(_as_int8(x) if spec.scheme.act_bits else x, packed, spec, out)
+            dequantize.multiply(round_rows(x) if spec.scheme.act_bits else x, packed, spec, out)
     return out
 
 
@@ -128,9 +128,9 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
     choice = choose(spec, tokens, weight.codes.device)
     if isinstance(choice, SkinnyConfig):
         return 0
-    if choice is not None:
-        return choice.tokens if wide.supports(weight, spec) else None
-    return ROW_MAJOR if multiplies_int8(weight, spec) else None
+    if choice is not None and wide.supports(weight, spec):
+        return choice.tokens
+    return ROW_MAJOR if multiplies_int8(weight, spec) else ROUNDED
 
 
 def multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
@@ -147,25 +147,21 @@ def int8_product(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Te
     int8_matmul(rows, unpack_rows(packed, spec.rows), packed.scales, out)
 
 
-def apply_rows(rows: Int8Rows, packed: Packed, spec: LinearSpec) -> Tensor:
-    """The product of activations that are int8 already, in the order that int8_order gave. → [M, rows] in spec.dtype"""
-    tokens, weight = len(rows.scales), PackedWeight(*packed)
-    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=rows.codes.device)
+def apply_rows(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    """The product of activations that are rounded already, in the order that int8_order gave. → [M, rows]"""
+    weight = PackedWeight(*packed)
+    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
+    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=weight.codes.device)
     choice = choose(spec, tokens, out.device)
-    if choice is None:
+    if isinstance(rows, Tensor):
+        dequantize.multiply(rows, weight, spec, out)
+    elif choice is None or not (isinstance(choice, SkinnyConfig) or wide.supports(weight, spec)):
         int8_product(rows, weight, spec, out)
     elif isinstance(choice, SkinnyConfig):
         skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
     else:
         wide.multiply(rows.codes, rows.scales, weight, spec, choice, out)
     return out
-
-
-def _as_int8(x: Tensor) -> Tensor:
-    """x rounded per token to the 255 values that int8 activations can take (scale max |x| / 127), in x's type."""
-    scale = x.float().abs().amax(dim=1, keepdim=True) / 127
-    levels = (x.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
-    return (levels * scale).to(x.dtype)
 
 
 def cuda_kernel() -> LinearKernel:

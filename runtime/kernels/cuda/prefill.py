@@ -3,6 +3,9 @@ context precedes them. FlashAttention's online softmax (Dao et al. 2022, arXiv 2
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +13,6 @@ from torch import Tensor
 from qtool.runtime.kernels.kv_cache import KVCache
 
 QUERIES = 128  # of a program
-_KEYS = 64  # of a step of its loop
 LOG2_E = 1.4426950408889634
 
 
@@ -50,7 +52,8 @@ def _step(
     return accumulator, top, total
 
 
-@triton.jit
+# One compilation for any step: its tables are of any width, and lie anywhere in the memory that holds its layout.
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables", "tiles"])
 def _prefill(
     qkv, cache, scales, tables, tiles, out, table_width, scale_stride, factor, window, heads, kv_heads,
     block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
@@ -104,6 +107,16 @@ def _prefill(
     tl.store(target, result.to(out.dtype.element_ty), mask=real)
 
 
+@functools.cache
+def _pipeline(device: torch.device, padded: int) -> tuple[int, int]:
+    """Keys of a step of the loop, and steps in flight: as much as the device's shared memory holds."""
+    if padded > 128:
+        return 32, 2
+    # 165 KB of shared memory, or 99: Hopper and data-center Blackwell have 227, others as little as 99
+    roomy = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return (128 if roomy else 64), 3
+
+
 def query_tiles(table_rows: list[int], first_rows: list[int], starts: list[int], counts: list[int]) -> list[list[int]]:
     """The work of _prefill, the longest contexts first: [row of the tables, first row of the step, its position, number
     of queries] of each tile."""
@@ -130,6 +143,7 @@ def prefill_attention(
     values, scales = cache.values, cache.scales
     dim, kv_heads = values.shape[3], values.shape[2] // 2
     padded = triton.next_power_of_2(dim)
+    keys, stages = _pipeline(qkv.device, padded)
     _prefill[(heads, len(tiles))](
         qkv,
         values,
@@ -147,8 +161,8 @@ def prefill_attention(
         dim=dim,
         padded=padded,
         queries=QUERIES,
-        keys=_KEYS if padded <= 128 else 32,
+        keys=keys,
         has_scales=scales is not None,
         num_warps=8,
-        num_stages=3 if padded <= 128 else 2,
+        num_stages=stages,
     )  # fmt: skip

@@ -9,12 +9,14 @@ rotate(u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16
   pdl_wait();
   const u64 position = positions[token], slot = slots[token];
   u16* row = qkv + (u64)token * all * D;
+  Rotation rotation;
+  load_rotation(cos, sin, position, lane, rotation);
   for (int head = threadIdx.x >> 5; head < all; head += 8) {
     float v[PAIRS][4];
     u16* x = row + head * D;
     const int cached = head - heads;                     // keys, then values, of the cache
     if (cached < kv_heads)
-      rotate_head(x, cached < 0 ? q_norm : k_norm, cos + position * D, sin + position * D, eps, lane, v);
+      rotate_head(x, cached < 0 ? q_norm : k_norm, rotation, eps, lane, v);
     else
       load_head(x, lane, v);
     if (cached < 0)

@@ -31,9 +31,16 @@ DEVICE void load_head(const u16* x, int lane, float (&v)[PAIRS][4]) {
   }
 }
 
-// One head, normed over its dims (QK_NORM) and rotated: x cos + roll(x, D / 2) sin, tables as in rope.rotation_table.
-DEVICE void rotate_head(const u16* x, const u16* norm, const u16* cos, const u16* sin, float eps, int lane,
-                        float (&v)[PAIRS][4]) {
+// cos and sin of a lane's dims at one position, as in rope.rotation_table.
+struct Rotation { float cos[PAIRS][4], sin[PAIRS][4]; };
+
+DEVICE void load_rotation(const u16* cos, const u16* sin, u64 position, int lane, Rotation& to) {
+  load_head(cos + position * D, lane, to.cos);
+  load_head(sin + position * D, lane, to.sin);
+}
+
+// One head, normed over its dims (QK_NORM) and rotated: x cos + roll(x, D / 2) sin.
+DEVICE void rotate_head(const u16* x, const u16* norm, const Rotation& by, float eps, int lane, float (&v)[PAIRS][4]) {
   load_head(x, lane, v);
 #if QK_NORM
   float sum = 0.f;
@@ -49,16 +56,13 @@ DEVICE void rotate_head(const u16* x, const u16* norm, const u16* cos, const u16
 #pragma unroll
     for (int k = 0; k < 4; k++) v[p][k] = rounded(v[p][k] * inverse * weight[p][k]);
 #endif
-  float c[PAIRS][4], s[PAIRS][4];
-  load_head(cos, lane, c);
-  load_head(sin, lane, s);
 #pragma unroll
   for (int p = 0; p < PAIRS; p++)
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       const float low = v[p][k], high = v[p][k + 2];
-      v[p][k] = low * c[p][k] + high * s[p][k];
-      v[p][k + 2] = high * c[p][k + 2] + low * s[p][k + 2];
+      v[p][k] = low * by.cos[p][k] + high * by.sin[p][k];
+      v[p][k + 2] = high * by.cos[p][k + 2] + low * by.sin[p][k + 2];
     }
 }
 

@@ -41,7 +41,7 @@ DEVICE float block_reduce(float v, float* scratch) {
 // TOKENS rows of 128 bytes; column 32 s + 8 t + 4 u + e becomes byte e of word t of 16-byte unit 2 s + u, and units of row
 // m are exchanged by m mod 8 (the 128-byte swizzle of shared memory).
 //
-// TOKENS < 0: as they are.
+// TOKENS -1: as they are. TOKENS -2: not as codes but as code times scale, in 16 bits again (scales are not written).
 DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, float* scales, float* scratch) {
   float peak = 0.f;
 #pragma unroll
@@ -49,12 +49,22 @@ DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, 
 #pragma unroll
     for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(x.v[u][j]));
   peak = block_reduce<true>(peak, scratch);
+#if TOKENS != -2
   if (row < rows && threadIdx.x == 0) scales[row] = peak / 127.f;
+#endif
   const float inverse = peak > 0.f ? 127.f / peak : 0.f;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int i = u * THREADS + threadIdx.x;
     if (i >= columns / 8) continue;
+#if TOKENS == -2
+    float rounded[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      rounded[j] = fmaxf(fminf(rintf(x.v[u][j] * inverse), 127.f), -127.f) * (peak / 127.f);
+    ((uint4*)codes)[(u64)row * (columns / 8) + i] = pack(rounded);
+    continue;
+#endif
     u32 q[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 8; j++) {

@@ -12,6 +12,8 @@ from qtool.runtime.kernels.cuda.nvrtc import Macros
 
 ROW_MAJOR = -1
 """An order of int8 rows, see rows.cuh: as they are. 0: that of skinny.cu; above: that of wide.cu with such blocks."""
+ROUNDED = -2
+"""No int8 rows: what they stand for, code times scale, in 16 bits (a tensor [M, K])."""
 
 MAX_COLUMNS = 1 << 15  # of a row held by one block
 
@@ -45,12 +47,18 @@ def _macros(columns: int, dtype: torch.dtype, order: int | None) -> dict[str, in
     }
 
 
-def _int8_rows(tokens: int, columns: int, order: int, device: torch.device) -> tuple[Int8Rows, int]:
-    """Room for int8 rows, and how many rows the kernel writes (with those that fill up a block of tokens)."""
+def _room(like: Tensor, columns: int, order: int | None) -> tuple[Tensor | Int8Rows, Tensor, Tensor, int]:
+    """Room for the rows of `like` with so many columns: the result, its two parts as kernels want them, and how many
+    rows are written (with those that fill up a block of tokens)."""
+    tokens, device = len(like), like.device
+    if order is None or order == ROUNDED:
+        out = like.new_empty(tokens, columns)
+        return out, out, out, tokens
     rows = -(-tokens // order) * order if order > 0 else tokens
     shape = (rows // order, columns // 128, order, 128) if order > 0 else (tokens, columns)
     codes = torch.empty(shape, dtype=torch.int8, device=device)
-    return Int8Rows(codes, torch.empty(tokens, dtype=torch.float32, device=device)), rows
+    found = Int8Rows(codes, torch.empty(tokens, dtype=torch.float32, device=device))
+    return found, found.codes, found.scales, rows
 
 
 def _launch(device: torch.device, name: str, entry: str, macros: Macros, grid: tuple[int, int], *args: object) -> None:
@@ -61,10 +69,20 @@ def _launch(device: torch.device, name: str, entry: str, macros: Macros, grid: t
 def quantize_rows(x: Tensor, order: int) -> Int8Rows:
     """Round x [M, K] (contiguous, K a multiple of 64; of 128 for wide.cu) to int8 per token, in `order`."""
     tokens, columns = x.shape
-    rows, count = _int8_rows(tokens, columns, order, x.device)
+    rows, codes, scales, count = _room(x, columns, order)
     macros = _macros(columns, x.dtype, order)
-    _launch(x.device, "quantize", "quantize_rows", macros, (count, 1), x, rows.codes, rows.scales, tokens, columns)
+    _launch(x.device, "quantize", "quantize_rows", macros, (count, 1), x, codes, scales, tokens, columns)
+    assert isinstance(rows, Int8Rows)
     return rows
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """x [M, K] (as in quantize_rows) with every token rounded to the 255 values that int8 can take, in x's type."""
+    tokens, columns = x.shape
+    out = torch.empty_like(x)
+    macros = _macros(columns, x.dtype, ROUNDED)
+    _launch(x.device, "quantize", "quantize_rows", macros, (tokens, 1), x, out, out, tokens, columns)
+    return out
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: int | None) -> Tensor | Int8Rows:
@@ -76,14 +94,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, o
     """
     tokens, columns = hidden.shape
     macros = _macros(columns, hidden.dtype, order) | {"ADD": int(delta is not None), "QUANT": int(order is not None)}
-    count = tokens
-    out: Tensor | Int8Rows
-    if order is None:
-        out = torch.empty_like(hidden)
-        to, scales = out, out
-    else:
-        out, count = _int8_rows(tokens, columns, order, hidden.device)
-        to, scales = out.codes, out.scales
+    out, to, scales, count = _room(hidden, columns, order)
     added = hidden if delta is None else delta
     args = (hidden, added, weight, to, scales, tokens, columns, float(eps))
     _launch(hidden.device, "norm", "add_norm", macros, (count, 1), *args)
@@ -94,13 +105,10 @@ def silu_mul(gate_up: Tensor, order: int | None) -> Tensor | Int8Rows:
     """silu(gate) * up [M, K] of gate and up side by side [M, 2 K] (contiguous), in 16 bits or int8 as in add_norm."""
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
     macros = _macros(columns, gate_up.dtype, order) | {"QUANT": int(order is not None)}
-    out: Tensor | Int8Rows
-    if order is None:
-        out = gate_up.new_empty(tokens, columns)
+    out, to, scales, count = _room(gate_up, columns, order)
+    grid = (count, 1)
+    if order is None:  # no row has to be seen as a whole
         macros |= {"THREADS": 128, "UNITS": 1}
-        to, scales, grid = out, out, (tokens, -(-columns // 1024))
-    else:
-        out, count = _int8_rows(tokens, columns, order, gate_up.device)
-        to, scales, grid = out.codes, out.scales, (count, 1)
+        grid = (tokens, -(-columns // 1024))
     _launch(gate_up.device, "silu", "silu_mul", macros, grid, gate_up, to, scales, tokens, columns)
     return out

@@ -7,7 +7,7 @@ import torch
 
 from qtool.quant.scheme import QuantScheme
 from qtool.runtime.kernels.cuda.linear import apply, apply_rows, int8_order, pack
-from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, Int8Rows, add_norm, quantize_rows, silu_mul
+from qtool.runtime.kernels.cuda.rows import ROUNDED, ROW_MAJOR, add_norm, quantize_rows, round_rows, silu_mul
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -33,6 +33,7 @@ def test_add_norm(tokens: int, columns: int, dtype: torch.dtype) -> None:
             want = quantize_rows(got, order)
             assert torch.equal(rounded.codes, want.codes)
             assert torch.equal(rounded.scales, want.scales)
+        assert torch.equal(add_norm(hidden, None, weight, 1e-5, ROUNDED), round_rows(got))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -47,6 +48,7 @@ def test_silu_mul(tokens: int, columns: int, dtype: torch.dtype) -> None:
         rounded, same = silu_mul(gate_up, order), quantize_rows(got, order)
         assert torch.equal(rounded.codes, same.codes)
         assert torch.equal(rounded.scales, same.scales)
+    assert torch.equal(silu_mul(gate_up, ROUNDED), round_rows(got))
 
 
 def test_row_major_codes_are_the_rounded_values() -> None:
@@ -55,6 +57,7 @@ def test_row_major_codes_are_the_rounded_values() -> None:
     scale = x.double().abs().amax(1, keepdim=True) / 127
     assert torch.allclose(rows.scales.double(), scale.squeeze(1), rtol=1e-6)
     assert ((x.double() / scale) - rows.codes.double()).abs().max() < 0.501
+    assert torch.equal(round_rows(x), (rows.codes.float() * rows.scales[:, None]).half())
 
 
 @pytest.mark.parametrize("scheme", ["w4g128a8", "w8a8"])
@@ -66,10 +69,8 @@ def test_a_norm_can_round_for_the_product_that_follows(scheme: str, tokens: int)
     packed = pack(random_weight(spec), spec, torch.device("cuda", torch.cuda.current_device()))
     x = torch.randn(tokens, 1024, device="cuda").half()
     order = int8_order(tokens, packed, spec)
-    if order is None:
-        pytest.skip("this product wants 16-bit activations here")
-    rows = quantize_rows(x, order)
-    assert isinstance(rows, Int8Rows)
+    assert order is not None
+    rows = round_rows(x) if order == ROUNDED else quantize_rows(x, order)
     assert torch.equal(apply_rows(rows, packed, spec), apply(x, packed, spec))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from qtool.cli import bench_decode, bench_kernels
 from qtool.cli.common import Device, Json, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
@@ -84,6 +86,9 @@ def command(
     The load is 80 % short answers (10 to 50 tokens, uniform) and 20 % long ones (500 tokens) in random order, greedy,
     with end-of-sequence ignored. A closed loop keeps `--concurrency` requests in flight; `--request-rate` and
     `--trace` are open loops.
+
+    Without a model: `qtool bench decode` (the engine on random weights of a known shape) and `qtool bench kernels`
+    (its linears). A model folder of such a name is ./decode.
     """
     levels = _levels(concurrency or ("16" if compare_static else "1,4,16"))
     _check(model, url, num_requests, input_len, request_rate, trace, trace_speed, compare_static, concurrency)
@@ -136,6 +141,19 @@ def command(
     failed = [result for result in results if result.num_failed]
     if failed:
         raise QtoolError(f"{sum(r.num_failed for r in failed)} requests failed; the first: {failed[0].first_error}")
+
+
+class _Group(TyperGroup):
+    """`qtool bench MODEL` beside `qtool bench decode` and `qtool bench kernels`: what is no subcommand is a model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["model", *args])
+
+
+app = typer.Typer(cls=_Group, help="Measure throughput and latencies of an engine; `decode`, `kernels`: of its parts.")
+app.command("model")(command)
+app.command("decode")(bench_decode.command)
+app.command("kernels")(bench_kernels.command)
 
 
 Loads = Callable[[Sequence[int]], list[tuple[int | None, "list[BenchRequest]"]]]

@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import typer
 from typer.exceptions import TyperException
@@ -46,8 +44,11 @@ def build_app() -> typer.Typer:
     ) -> None: ...
 
     for verb in VERBS:
-        command: Callable[..., Any] = importlib.import_module(f"qtool.cli.{verb}").command
-        app.command(verb)(command)
+        module = importlib.import_module(f"qtool.cli.{verb}")
+        if hasattr(module, "app"):  # a verb with subcommands
+            app.add_typer(module.app, name=verb)
+        else:
+            app.command(verb)(module.command)
     return app
 
 

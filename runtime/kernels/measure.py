@@ -161,6 +161,22 @@ def _gpu_times(weights: dict[LinearCase, list[LinearFn]], x: Tensor) -> dict[Lin
         return {case: one(copies) for case, copies in weights.items()}
 
 
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s of a large copy on `device`, bytes read plus bytes written: what its memory gives at most."""
+    if device.type == "cuda":
+        from qtool.runtime.kernels.cuda.timing import copy_ceiling as on_gpu
+
+        return on_gpu(device)
+    source = torch.ones(_COLD_BYTES["cpu"], dtype=torch.uint8)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / min(seconds) / 1e9
+
+
 # --- the table of a device -------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.hub import cache_folder
 from qtool.quant.numerics import check_finite
+from qtool.quant.skeleton import skeleton
 from qtool.quant.structure import structure_of
 
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a GPU needs more at a time, or it waits for Python
@@ -255,7 +256,7 @@ class BlockWalker:
         states: [b, seq, hidden] each: what comes out of the blocks walked so far.
 
     Raises:
-        QtoolError: unsupported architecture, or a checkpoint that is quantized already.
+        QtoolError: unsupported architecture, a checkpoint that is quantized already, or a token without an embedding.
     """
 
     def __init__(
@@ -269,19 +270,20 @@ class BlockWalker:
         batch_tokens: int | None = None,
         activation_memory: int | None = None,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         self.structure = structure_of(checkpoint.config)
         if checkpoint.config.get("quantization_config"):
             raise QtoolError(f"{checkpoint.folder}: is quantized already; start from the 16-bit model")
         self.checkpoint, self.dtype, self.device, self.compute = checkpoint, dtype, torch.device(device), compute
-        config = AutoConfig.from_pretrained(checkpoint.folder)
-        with torch.device("meta"):
-            self._skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        self._skeleton = skeleton(checkpoint.folder)
+        config = self._skeleton.config
         rotary = self._skeleton.get_submodule(self.structure.blocks.rpartition(".")[0] + ".rotary_emb")
         self._positions = _Positions(config, type(rotary)(config).to(self.device), self.device, dtype)
         rows = max(1, (batch_tokens or _BATCH_TOKENS[self.device.type]) // samples.shape[1])
         table = checkpoint.tensor(f"{self.structure.embed}.weight")
+        if (highest := int(samples.max())) >= len(table):
+            raise QtoolError(
+                f"{checkpoint.folder}: its tokenizer gives token {highest}, and the embedding has {len(table)} rows"
+            )
         num_bytes = samples.numel() * table.shape[1] * dtype.itemsize
         self.states = HiddenStates(
             (self._place(table[batch]) for batch in torch.split(samples, rows)),

@@ -86,6 +86,8 @@ def prepare(
         raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
     if iters < 1:
         raise QtoolError(f"{iters} iterations of the rounding search: use at least 1, or --method gptq for none")
+    if not 0 <= seed < 1 << 63:
+        raise QtoolError(f"seed {seed} is not from 0 to 2^63 - 1")
     if kv_cache not in KV_CACHES:
         raise QtoolError(f"KV cache {kv_cache!r} is not supported: use one of {', '.join(KV_CACHES)}")
     if kv_cache == "int8" and format != compressed_tensors.NAME:

@@ -36,6 +36,7 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.record import artifact_record, kv_facts, run_facts
 from qtool.quant.resume import BlockStore, restore
 from qtool.quant.scheme import QuantPlan, QuantScheme, scheme_name
+from qtool.quant.skeleton import check_tensors
 from qtool.quant.usage import peak_gpu_memory, peak_memory
 from qtool.quant.weight import QuantizedWeight
 
@@ -84,7 +85,8 @@ class QuantizeReport:
 
 
 def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None:
-    """Raise QtoolError naming the first tensor that holds NaN or infinity."""
+    """Raise QtoolError naming the first tensor that is missing, no float, of another shape, or holds NaN or infinity."""
+    check_tensors(checkpoint)
     names = checkpoint.names()
     for i, name in enumerate(names):
         tensor = checkpoint.tensor(name)

@@ -109,8 +109,8 @@ def _block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Module name relative to a block → (rows, cols)."""
     hidden, inner = _positive(config, "hidden_size"), _positive(config, "intermediate_size")
     heads = _positive(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
+    head_dim = hidden // heads if config.get("head_dim") is None else _positive(config, "head_dim")
     return {
         "self_attn.q_proj": (heads * head_dim, hidden),
         "self_attn.k_proj": (kv_heads * head_dim, hidden),

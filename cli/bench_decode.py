@@ -86,9 +86,15 @@ def command(
     with reporter.progress() as progress:
         for mode, kv in wanted:
             bench = open_bench(
-                name, mode, kv_mode="int8" if kv == "int8" else "float", device=where, loads=loads, prompts=lengths, dtype=getattr(torch, dtype),
+                name,
+                mode,
+                kv_mode="int8" if kv == "int8" else "float",
+                device=where,
+                loads=loads,
+                prompts=lengths,
+                dtype=getattr(torch, dtype),
                 settings=settings,
-            )  # fmt: skip
+            )
             figures.append(run_mode(bench, name, mode, loads, lengths, progress))
             del bench
             if where.type == "cuda":

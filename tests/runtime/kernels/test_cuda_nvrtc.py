@@ -81,10 +81,20 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("QTOOL_CACHE", str(tmp_path))
     weight = {"WEIGHT_BITS": 4, "ACT_BITS": 16, "BF16": 1, "SCALE_BF16": 0, "GROUP": 128, "ASYM": 1}
     skinny = {"CH": 2, "MT": 1, "NT": 2, "KW": 8, "SK": 1, "PF": 2, "XPF": 1, "MINB": 1}
+    rows = {"BF16": 1, "THREADS": 256, "UNITS": 2, "TOKENS": 0, "QUANT": 1, "ADD": 1, "WEIGHT_BITS": 8}
+    heads = {"BF16": 1, "D": 128, "KV": 1, "QK_NORM": 1, "WEIGHT_BITS": 8}
     jobs = [
         ("skinny.cu", weight | skinny),
+        ("skinny.cu", weight | skinny | {"NORM": 1, "ADD": 1}),
         ("dequantize.cu", weight),
-        ("quantize.cu", {"BF16": 1, "THREADS": 256, "TOKENS": 0, "WEIGHT_BITS": 8}),
+        ("quantize.cu", rows),
+        ("norm.cu", rows),
+        ("silu.cu", rows | {"TOKENS": -2}),
+        ("rotate.cu", heads),
+        ("decode_attention.cu", heads | {"G": 4, "BS": 16, "NT": 2, "WARPS": 4, "MINB": 3}),
+        ("greedy.cu", rows | {"THREADS": 1024}),
+        ("feed.cu", rows),
+        ("unpack.cu", rows),
     ]
     if arch == "sm_90a":
         wide = {"TOKENS": 64, "WG": 2, "NT": 1, "SK": 2, "PF": 2, "STAGES": 4, "MINB": 2}

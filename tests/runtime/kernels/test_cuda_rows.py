@@ -99,6 +99,8 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(512, 4096), (100, 576), (48, 11008)])
 def test_norm_and_product_in_one(shape: tuple[int, int], config: SkinnyConfig, scheme: str, dtype: torch.dtype) -> None:
     """Against float64: the norm of the sum, its rounding, the product."""
+    if shape[1] % max(1, QuantScheme.parse(scheme).group_size):
+        pytest.skip("no whole groups")
     if config.split > 1 and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no clusters before Hopper")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -22,14 +22,25 @@ from qtool.quant.artifact import (
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
-from qtool.quant.formats import FormatName, QuantReader, gptq, open_reader, writer
+from qtool.quant.formats import (
+    FormatName,
+    QuantReader,
+    compressed_tensors,
+    gptq,
+    open_reader,
+    read_kv_cache_scheme,
+    read_quantization_config,
+    writer,
+)
 from qtool.quant.hub import resolve_model
+from qtool.quant.job import check_head
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantPlan, QuantScheme, scheme_name
 from qtool.quant.structure import linear_shapes, structure_of
 from qtool.quant.weight import QuantizedWeight
 
 _PLAIN = (".weight", ".bias")
+_KV = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
 
 
 @dataclass(frozen=True)
@@ -70,16 +81,34 @@ def _read(reader: QuantReader, layer: str, target: str) -> QuantizedWeight:
     weight = reader.read(layer)
     if weight.g_idx is not None and target != gptq.NAME:
         raise QtoolError(
-            f"layer {layer}: its columns are grouped by activation order (g_idx), which the {target} format cannot hold"
+            f"layer {layer}: its columns are grouped by activation order (g_idx), which qtool cannot write in the "
+            f"{target} format"
         )
     return weight
 
 
-def _kept_names(checkpoint: Checkpoint, plan: QuantPlan) -> list[str]:
-    """Tensors that go over as they are. Raises QtoolError for parts of quantized layers outside the blocks."""
+def _head_shape(checkpoint: Checkpoint, head: str) -> dict[str, tuple[int, int]]:
+    """head → (rows, cols) where it is quantized, else nothing."""
+    if f"{head}.weight_scale" in checkpoint or f"{head}.qweight" in checkpoint:
+        return {head: (int(checkpoint.config["vocab_size"]), int(checkpoint.config["hidden_size"]))}
+    return {}
+
+
+def _kv_cache_section(checkpoint: Checkpoint, target: str) -> Any:
+    """The source's `kv_cache_scheme`, as it is; None: there is none. Raises QtoolError where `target` has no such."""
+    scheme = read_kv_cache_scheme(checkpoint)
+    if scheme is None:
+        return None
+    if target != compressed_tensors.NAME:
+        raise QtoolError(f"{checkpoint.folder}: the {target} format cannot say that the KV cache is {scheme.name}")
+    return (read_quantization_config(checkpoint) or {})["kv_cache_scheme"]
+
+
+def _kept_names(checkpoint: Checkpoint, plan: QuantPlan, kv_cache: bool) -> list[str]:
+    """Tensors that go over as they are. Raises QtoolError for parts of quantized layers that are not in the plan."""
     prefixes = tuple(f"{name}." for name, scheme in plan.layers.items() if scheme is not None)
     kept = [n for n in checkpoint.names() if not n.startswith(prefixes) or n.endswith(".bias")]
-    if odd := [n for n in kept if not n.endswith(_PLAIN)]:
+    if odd := [n for n in kept if not n.endswith((*_PLAIN, *_KV) if kv_cache else _PLAIN)]:
         raise QtoolError(f"{checkpoint.folder}: {odd[0]} belongs to no layer that qtool can convert")
     return kept
 
@@ -112,12 +141,15 @@ def convert(
         reader = open_reader(checkpoint)
         if reader is None:
             raise QtoolError(f"{folder}: is a 16-bit model; `qtool quantize` makes it smaller")
-        structure, shapes = structure_of(checkpoint.config), linear_shapes(checkpoint)
+        structure = structure_of(checkpoint.config)
+        shapes = linear_shapes(checkpoint) | _head_shape(checkpoint, structure.head)
         plan = _one_symmetry(QuantPlan({name: reader.scheme(name) for name in shapes}))
         if not plan.schemes():
             raise QtoolError(f"{folder}: no linear layer of its blocks is quantized")
+        check_head(plan, structure, format)
         out_format.check_plan(plan, shapes)
-        kept = _kept_names(checkpoint, plan)
+        kv_cache = _kv_cache_section(checkpoint, format)
+        kept = _kept_names(checkpoint, plan, kv_cache is not None)
         check_space(target, checkpoint.num_bytes() + sum(p.stat().st_size for p in companion_files(folder)))
         reordered = False
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
@@ -131,6 +163,8 @@ def convert(
             section = out_format.quantization_config(plan, structure.head)
             if reordered:
                 section["desc_act"] = True
+            if kv_cache is not None:
+                section["kv_cache_scheme"] = kv_cache
             config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
             artifact.write_json("config.json", {**config, "quantization_config": section})
             artifact.copy(companion_files(folder))

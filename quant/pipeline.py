@@ -85,7 +85,7 @@ class QuantizeReport:
 
 
 def check_weights(checkpoint: Checkpoint, progress: ProgressFn = silent) -> None:
-    """Raise QtoolError naming the first tensor that is missing, no float, of another shape, or holds NaN or infinity."""
+    """Raise QtoolError naming the first tensor that is missing, another than the config's, or not finite."""
     check_tensors(checkpoint)
     names = checkpoint.names()
     for i, name in enumerate(names):

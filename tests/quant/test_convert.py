@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.convert import convert
 from qtool.quant.errors import QtoolError
@@ -90,6 +91,30 @@ def test_what_a_format_cannot_hold_is_refused(model: Path, tmp_path: Path) -> No
     with pytest.raises(QtoolError, match="exists already"):
         convert(eight, mixed, format="gptq")
     assert not out.exists()
+
+
+def test_a_quantized_head_goes_over_or_is_refused(model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    quantize(model, source, scheme=QuantScheme(4, 32), head=QuantScheme(8), method="rtn")
+    with pytest.raises(QtoolError, match=r"quantized head \(lm_head\) is not written in the gptq format"):
+        convert(source, out, format="gptq")
+    convert(source, out, format="compressed-tensors")
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, out)]
+    assert configs[0] == configs[1]
+
+
+def test_an_int8_kv_cache_goes_over_or_is_refused(model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    tokens = torch.randint(1, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    data = CalibrationSet(tokens, "random", "8" * 64)
+    quantize(model, source, scheme=QuantScheme(4, 32), method="rtn", kv_cache="int8", calibration=data)
+    with pytest.raises(QtoolError, match="the awq format cannot say that the KV cache is int8"):
+        convert(source, out, format="awq")
+    convert(source, out, format="compressed-tensors")
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, out)]
+    assert configs[0] == configs[1]
 
 
 FIXTURES = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtool.quant.algorithms.gptq import gptq
 from qtool.quant.algorithms.hessian import Hessian, InverseFactor, diagonal_blocks, invert
 from qtool.quant.algorithms.rounding import SearchSettings, changed_share
-from qtool.quant.algorithms.rows import pick_rows, row_errors, split_rows
+from qtool.quant.algorithms.rows import pick_rows, rounding_errors, row_errors, split_rows
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.algorithms.smoothquant import ALPHA
 from qtool.quant.block_search import search_block
@@ -162,8 +162,8 @@ def round_weight(
     else:
         found = gptq(weight, factor, grid, scheme, block_size=settings.block_size)
     plain = rtn(weight, scheme, scale_dtype=settings.scale_dtype)
-    error = row_errors(weight - found.dequantize(), hessian)
-    rtn_error = row_errors(weight - plain.dequantize(), hessian)
+    error = rounding_errors(weight, found, hessian)
+    rtn_error = rounding_errors(weight, plain, hessian)
     kept = rtn_error < error
     return Rounded(
         weight=pick_rows(kept, plain, found),

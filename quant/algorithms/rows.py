@@ -9,9 +9,29 @@ from torch import Tensor
 
 from qtool.quant.weight import QuantizedWeight
 
+_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # elements measured at once: what is made of them is float32 and several
+
+
+def _row_counts(weight: Tensor) -> list[int]:
+    """How many rows of [N, K] to take at a time."""
+    rows, cols = weight.shape
+    step = max(1, _CHUNK.get(weight.device.type, 1 << 22) // max(1, cols))
+    return [min(step, rows - start) for start in range(0, rows, step)]
+
 
 def row_errors(delta: Tensor, hessian: Tensor) -> Tensor:
-    """[N] squared output error ΔHΔᵀ of every row of `delta` [N, K]."""
+    """[N] squared output error ΔHΔᵀ of every row of `delta` [N, K], in float64."""
+    return torch.cat([_errors(part, hessian) for part in torch.split(delta, _row_counts(delta))])
+
+
+def rounding_errors(weight: Tensor, rounded: QuantizedWeight, hessian: Tensor) -> Tensor:
+    """[N] squared output error of every row of `weight` [N, K] as it was rounded, in float64."""
+    counts = _row_counts(weight)
+    parts = zip(torch.split(weight, counts), split_rows(rounded, counts), strict=True)
+    return torch.cat([_errors(part - values.dequantize(), hessian) for part, values in parts])
+
+
+def _errors(delta: Tensor, hessian: Tensor) -> Tensor:
     # by a power of two, which rounds nothing, so that squares of huge or tiny weights stay within float32
     exponent = torch.frexp(delta.abs().amax()).exponent.clamp(-126, 126)
     unit = torch.ldexp(delta.new_ones(()), -exponent)

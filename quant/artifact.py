@@ -66,10 +66,16 @@ def check_apart(out: Path, source: Path) -> None:
         raise QtoolError(f"{out}: holds the model that is read ({source}), and would replace it; choose another --out")
 
 
-def check_space(out: Path, need: int) -> None:
-    """Raise QtoolError where the file system of `out` has fewer than `need` bytes free."""
+def bytes_while_written(size: int) -> int:
+    """Disk that an artifact of `size` bytes takes at most: a shard lies there twice while it is put in order."""
+    return size + min(size, SHARD_BYTES)
+
+
+def check_space(out: Path, size: int) -> None:
+    """Raise QtoolError where the file system of `out` has too little room for writing an artifact of `size` bytes."""
     parent = next(p for p in out.absolute().parents if p.exists())
     free = shutil.disk_usage(parent).free
+    need = bytes_while_written(size)
     if free < need:
         raise QtoolError(f"{parent}: {free / 1e6:,.1f} MB free, the artifact needs {need / 1e6:,.1f} MB")
 
@@ -81,7 +87,8 @@ class ArtifactWriter:
     With `overwrite` an `out` that exists is replaced.
 
     Raises:
-        QtoolError: another run is writing `out` (on entering), `out` appeared meanwhile, or the disk is full.
+        QtoolError: another run is writing `out`, or has just written it (on entering); `out` appeared meanwhile, or
+            the disk is full.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
@@ -98,9 +105,19 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._lock = _claim(self._folder, self.out)
+        if self.out.exists() and not self._overwrite:
+            self._let_go()
+            raise self._appeared_error()
         if self.out.exists():
             shutil.rmtree(self._old, ignore_errors=True)  # a run was killed when it had just replaced it
         return self
+
+    def _let_go(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _appeared_error(self) -> QtoolError:
+        return QtoolError(f"{self.out}: appeared while this run was at work, and is left as it is")
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors by name; a shard that one would overfill is ended before it."""
@@ -123,7 +140,7 @@ class ArtifactWriter:
 
     def _disk_error(self, error: OSError) -> QtoolError:
         reason = error.strerror or error
-        return QtoolError(f"{self.out.parent}: the weights cannot be written ({reason}); is the disk full?")
+        return QtoolError(f"{self.out.parent}: the artifact cannot be written ({reason}); is the disk full?")
 
     def _name_shards(self) -> None:
         count = len(self._shards)
@@ -142,8 +159,11 @@ class ArtifactWriter:
         write_text(self._folder / name, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     def copy(self, files: list[Path]) -> None:
-        for path in files:
-            shutil.copyfile(path, self._folder / path.name)
+        try:
+            for path in files:
+                shutil.copyfile(path, self._folder / path.name)
+        except OSError as error:
+            raise self._disk_error(error) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -159,14 +179,13 @@ class ArtifactWriter:
         finally:
             if self._open is not None:
                 self._open.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
+            self._let_go()
 
     def _publish(self) -> None:
         """Put the finished folder in place; one that stands there (--force) goes only when the new one is whole."""
         if self.out.exists():
             if not self._overwrite:
-                raise QtoolError(f"{self.out}: appeared while this run was at work, and is left as it is")
+                raise self._appeared_error()
             self.out.rename(self._old)
         try:
             self._folder.rename(self.out)

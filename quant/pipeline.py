@@ -18,6 +18,7 @@ from qtool.quant.artifact import (
     RECORD,
     RUN_RECORD,
     ArtifactWriter,
+    bytes_while_written,
     check_apart,
     check_space,
     check_target,
@@ -264,7 +265,8 @@ def quantize(
             alpha=alpha,
             seed=seed,
         )
-        check_space(target, artifact_bytes(job))
+        size = artifact_bytes(job)
+        check_space(target, size)
         if not job.calibrated:
             calibration = None
         elif calibration is None:
@@ -278,9 +280,10 @@ def quantize(
         usage: list[dict[str, Any]] = []
         with ArtifactWriter(target, overwrite=overwrite) as artifact:
             # after the writer has claimed the target: no other run is at work on these blocks
-            store = (
-                None if calibration is None else BlockStore(target, run_facts(job, calibration, seed, on), fresh=fresh)
-            )
+            store = None
+            if calibration is not None:
+                facts = run_facts(job, calibration, seed, on)
+                store = BlockStore(target, facts, fresh=fresh, reserve=bytes_while_written(size))
             kept = 0 if store is None else len(store)
             if calibration is None or store is None:
                 blocks = _rtn_blocks(job, on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 _KEEP_DAYS = 30
 _CHANGED = "changed"
-
-
 _FACTS = "facts.json"
 
 
@@ -63,17 +62,20 @@ class BlockStore:
         facts: a JSON object of everything that the blocks depend on: two runs that agree in it quantize every block
             alike.
         fresh: forget the blocks that are there.
+        reserve: bytes that writing the artifact takes: where it goes to the same disk, no block is kept at its cost.
 
     Raises:
-        QtoolError: there are blocks that a run with other facts has left; says what differs.
+        QtoolError: there are blocks that a run with other facts has left, says what differs; or they cannot be removed.
     """
 
-    def __init__(self, target: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(self, target: Path, facts: Mapping[str, Any], *, fresh: bool = False, reserve: int = 0) -> None:
         root = cache_folder() / "resume"
         self.folder = root / hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:32]
+        self._target, self._reserve = target.resolve(), reserve
         for old in root.glob("*"):
-            if time.time() - old.stat().st_mtime > _KEEP_DAYS * 86400:
-                shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):  # its own run may just have removed it
+                if time.time() - old.stat().st_mtime > _KEEP_DAYS * 86400:
+                    shutil.rmtree(old, ignore_errors=True)
         now = json.loads(json.dumps(facts, default=str))
         before = None if fresh else self._facts()
         if before is not None and len(self) and (what := differences(before, now)):
@@ -83,6 +85,8 @@ class BlockStore:
             )
         if before is None or not len(self):
             self.clear()
+            if len(self):
+                raise QtoolError(f"{self.folder}: holds blocks of another run that cannot be removed; remove it first")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / _FACTS, json.dumps(now, indent=1) + "\n")
@@ -119,12 +123,19 @@ class BlockStore:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._check_room(sum(tensor.nbytes for tensor in contiguous.values()))
             save_file(contiguous, partial, metadata={"facts": json.dumps(facts)})
             partial.rename(self._path(index))
         except (OSError, SafetensorError) as error:
             log.warning("%s: block %d cannot be kept for a later run (%s)", self.folder, index, error)
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+    def _check_room(self, size: int) -> None:
+        """Raise OSError where `size` bytes more would leave too little for the artifact."""
+        shared = self.folder.stat().st_dev == self._target.parent.stat().st_dev
+        if shared and shutil.disk_usage(self.folder).free < size + self._reserve:
+            raise OSError(errno.ENOSPC, "the artifact needs the space")
 
     def load(self, index: int, device: torch.device) -> BlockResult | None:
         """One block as it was saved, on `device`; None where there is none, or a damaged one (then removed)."""

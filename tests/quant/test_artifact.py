@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qtool.quant.artifact import ArtifactWriter, check_apart, check_target
+from qtool.quant.artifact import ArtifactWriter, check_apart, check_space, check_target
 from qtool.quant.errors import QtoolError
 
 TENSORS = {"a": torch.arange(6.0)}
@@ -57,6 +58,28 @@ def test_a_folder_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> Non
     with pytest.raises(QtoolError, match="appeared"):
         writer.__exit__(None, None, None)
     assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["out", "out/theirs"]
+
+
+def test_one_that_appeared_before_the_lock_was_taken_costs_no_work(tmp_path: Path) -> None:
+    late = ArtifactWriter(tmp_path / "out")  # its run checked the target, and another has finished since
+    write(tmp_path / "out")
+    with pytest.raises(QtoolError, match="appeared"), late:
+        pytest.fail("entered")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    write(tmp_path / "out", overwrite=True)
+
+
+def test_space_for_a_shard_that_lies_there_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qtool.quant.artifact.shutil.disk_usage", lambda path: SimpleNamespace(free=2_000_000))
+    check_space(tmp_path / "out", 1_000_000)
+    with pytest.raises(QtoolError, match=r"2\.0 MB free, the artifact needs 2\.2 MB"):
+        check_space(tmp_path / "out", 1_100_000)
+
+
+def test_a_file_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match="artifact cannot be written"), ArtifactWriter(tmp_path / "out") as artifact:
+        artifact.copy([tmp_path / "gone.json"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_force_replaces_models_and_empty_folders_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,25 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(model: Path, tmp_path
     cache.write_text("a file where the folder should be")
     run(model, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_no_block_is_kept_at_the_cost_of_the_artifact(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qtool.quant.resume.shutil.disk_usage", lambda path: SimpleNamespace(free=500_000))
+    with pytest.raises(Killed):
+        run(model, tmp_path / "out", 2)
+    assert not list(cache.rglob("block-*"))
+    assert "the artifact needs the space" in caplog.text
+
+
+def test_blocks_that_cannot_be_removed_are_never_used(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Killed):
+        run(model, tmp_path / "out", 1)
+    (facts,) = cache.rglob("facts.json")
+    facts.unlink()
+    monkeypatch.setattr("qtool.quant.resume.shutil.rmtree", lambda path, ignore_errors: None)
+    with pytest.raises(QtoolError, match="blocks of another run that cannot be removed"):
+        run(model, tmp_path / "out")

@@ -81,18 +81,6 @@ DEVICE u32 floats_to_acts(float low, float high) {
 }
 DEVICE u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 #endif
-// The 8 activations of 16 bytes.
-DEVICE void unit_to_floats(const uint4& from, float (&to)[8]) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    to[2 * j] = act_to_float(word(from, j) & 0xffff);
-    to[2 * j + 1] = act_to_float(word(from, j) >> 16);
-  }
-}
-DEVICE uint4 floats_to_unit(const float (&v)[8]) {
-  return make_uint4(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]), floats_to_acts(v[4], v[5]),
-                    floats_to_acts(v[6], v[7]));
-}
 DEVICE u32 half_sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 half_fma2(u32 a, u32 b, u32 c) {
   u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;

@@ -11,7 +11,6 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda.attention import HEAD_DIMS, MAX_GROUP, PagedBatch, attend, plan_step
 from qtool.runtime.kernels.cuda.linear import NAME, apply_rows, int8_order
-from qtool.runtime.kernels.cuda.normed import norm_multiply
 from qtool.runtime.kernels.cuda.nvrtc import library
 from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, add_norm, silu_mul
 from qtool.runtime.kernels.interface import QuantLinear
@@ -63,8 +62,6 @@ def _run(rows: Tensor | Int8Rows, order: int | None, linear: Linear) -> Tensor:
 def _norm_linear(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
 ) -> tuple[Tensor, Tensor]:
-    if len(hidden) == 1 and (found := norm_multiply(hidden, delta, weight, eps, linear)) is not None:
-        return found
     order = _order(linear, len(hidden))
     return _run(add_norm(hidden, delta, weight, eps, order), order, linear), hidden
 

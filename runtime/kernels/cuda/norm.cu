@@ -21,14 +21,14 @@ add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* s
     const int i = u * THREADS + threadIdx.x;
     const bool real = row < M && i < K / 8;
     const u64 at = (u64)row * (K / 8) + i;
-    unit_to_floats(real ? load_activations(hidden + at) : make_uint4(0, 0, 0, 0), x.v[u]);
+    unpack(real ? load_activations(hidden + at) : make_uint4(0, 0, 0, 0), x.v[u]);
 #if ADD
     float d[8];
-    unit_to_floats(real ? load_activations(delta + at) : make_uint4(0, 0, 0, 0), d);
+    unpack(real ? load_activations(delta + at) : make_uint4(0, 0, 0, 0), d);
 #pragma unroll
     for (int j = 0; j < 8; j++) x.v[u][j] += d[j];
-    const uint4 added = floats_to_unit(x.v[u]);
-    unit_to_floats(added, x.v[u]);                               // what later layers will read
+    const uint4 added = pack(x.v[u]);
+    unpack(added, x.v[u]);                               // what later layers will read
     if (real) hidden[at] = added;
 #endif
 #pragma unroll
@@ -38,12 +38,12 @@ add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* s
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     float w[8];
-    unit_to_floats(gain[u], w);
+    unpack(gain[u], w);
 #pragma unroll
     for (int j = 0; j < 8; j++) x.v[u][j] *= inverse * w[j];
-    const uint4 normed = floats_to_unit(x.v[u]);
+    const uint4 normed = pack(x.v[u]);
 #if QUANT
-    unit_to_floats(normed, x.v[u]);                              // rounded as the 16-bit output is, so that both agree
+    unpack(normed, x.v[u]);                              // rounded as the 16-bit output is, so that both agree
 #else
     const int i = u * THREADS + threadIdx.x;
     if (row < M && i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = normed;

@@ -42,7 +42,5 @@ def precompile(linears: Iterable[object], device: torch.device) -> None:
             for tokens in BUCKETS:
                 if (found := _kernel(linear, tokens, device)) is not None:
                     jobs[found[0], tuple(sorted(found[1].items()))] = None
-                    if found[0] == "skinny" and tokens == 1:  # with the norm before it, see normed.py
-                        jobs[found[0], tuple(sorted((dict(found[1]) | {"NORM": 1, "ADD": 1}).items()))] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock
         list(pool.map(lambda job: compile_cuda(source(f"{job[0]}.cu"), arch, dict(job[1]), name=job[0]), jobs))

@@ -12,7 +12,7 @@ quantize_rows(const uint4* X, u8* codes, float* scales, int M, int K) {
   for (int u = 0; u < UNITS; u++) {
     const int i = u * THREADS + threadIdx.x;
     const bool real = row < M && i < K / 8;
-    unit_to_floats(real ? load_activations(X + (u64)row * (K / 8) + i) : make_uint4(0, 0, 0, 0), x.v[u]);
+    unpack(real ? load_activations(X + (u64)row * (K / 8) + i) : make_uint4(0, 0, 0, 0), x.v[u]);
   }
   store_int8(x, row, M, K, codes, scales, scratch);
 }

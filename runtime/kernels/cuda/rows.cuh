@@ -4,6 +4,18 @@
 
 struct Row { float v[UNITS][8]; };
 
+DEVICE void unpack(const uint4& from, float (&to)[8]) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    to[2 * j] = act_to_float(word(from, j) & 0xffff);
+    to[2 * j + 1] = act_to_float(word(from, j) >> 16);
+  }
+}
+DEVICE uint4 pack(const float (&v)[8]) {
+  return make_uint4(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]), floats_to_acts(v[4], v[5]),
+                    floats_to_acts(v[6], v[7]));
+}
+
 // Sum, or maximum, over the block; every thread gets it. `scratch`: THREADS / 32 floats of shared memory, once a call.
 template <bool MAX>
 DEVICE float block_reduce(float v, float* scratch) {
@@ -50,7 +62,7 @@ DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, 
 #pragma unroll
     for (int j = 0; j < 8; j++)
       rounded[j] = fmaxf(fminf(rintf(x.v[u][j] * inverse), 127.f), -127.f) * (peak / 127.f);
-    ((uint4*)codes)[(u64)row * (columns / 8) + i] = floats_to_unit(rounded);
+    ((uint4*)codes)[(u64)row * (columns / 8) + i] = pack(rounded);
     continue;
 #endif
     u32 q[2] = {0, 0};

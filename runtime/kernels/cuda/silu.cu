@@ -13,13 +13,13 @@ silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
     const int i = (blockIdx.y * UNITS + u) * THREADS + threadIdx.x;
     const bool real = row < M && i < K / 8;
     float gate[8], up[8];
-    unit_to_floats(real ? load_activations(gate_up + (u64)row * (K / 4) + i) : make_uint4(0, 0, 0, 0), gate);
-    unit_to_floats(real ? load_activations(gate_up + (u64)row * (K / 4) + K / 8 + i) : make_uint4(0, 0, 0, 0), up);
+    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + i) : make_uint4(0, 0, 0, 0), gate);
+    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + K / 8 + i) : make_uint4(0, 0, 0, 0), up);
 #pragma unroll
     for (int j = 0; j < 8; j++) x.v[u][j] = gate[j] / (1.f + __expf(-gate[j])) * up[j];
-    const uint4 product = floats_to_unit(x.v[u]);
+    const uint4 product = pack(x.v[u]);
 #if QUANT
-    unit_to_floats(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree
+    unpack(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree
 #else
     if (real) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
 #endif

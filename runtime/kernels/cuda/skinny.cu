@@ -7,9 +7,7 @@
 //
 // Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16 | 8; BF16; SCALE_BF16 (group scales); GROUP 0 (per channel) | 32 | 64 | 128;
 //   ASYM; CH: chunks of 64 columns a step (GROUP 128 needs 2); MT, NT, KW, SK as above; PF: steps in flight;
-//   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold. NORM: M is 1, and
-//   the activations are what norm.cu makes of X and `delta` (ADD), made by every block for itself while its first weights
-//   are on their way: at one token a kernel of its own would take longer than that.
+//   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold.
 
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows x 64 columns
 #define SCALES (GROUP ? 64 * CH / (GROUP ? GROUP : 1) : 0)   // scale groups of a step
@@ -18,7 +16,6 @@
 #define XLOADS (ACT_BITS / 8)                            // 16-byte loads of a lane for 8 tokens x 64 columns
 #define XSLOTS (XPF ? PF : 1)
 #define STRIDE (KW * SK)
-#define ROWS (NT * 16)                                   // of a block
 
 #if ACT_BITS == 8
 typedef int Partial;                                     // exact within a scale group
@@ -46,71 +43,12 @@ struct Slot {                                            // one step's weights o
 #endif
 };
 
-#if NORM
-// One token: x = hidden + delta, to `out` unless null; x / rms * gain to `normed` (shared, 16 bits), and after it, with int8
-// activations, the same rounded to int8 in the order of quantize.cu. Returns the scale of those. The whole block takes part.
-DEVICE float norm_row(const uint4* hidden, const uint4* delta, const uint4* gain, uint4* out, float eps, int units, uint4* normed) {
-  __shared__ float sums[KW], peaks[KW];
-  float v[8], other[8], sum = 0.f, peak = 0.f;
-  for (int i = threadIdx.x; i < units; i += KW * 32) {   // each thread keeps to its units: no barrier between passes
-    uint4 x = load_activations(hidden + i);
-#if ADD
-    unit_to_floats(x, v);
-    unit_to_floats(load_activations(delta + i), other);
-    UNROLL for (int j = 0; j < 8; j++) v[j] += other[j];
-    x = floats_to_unit(v);
-    if (out) out[i] = x;
-#endif
-    normed[i] = x;
-    unit_to_floats(x, v);
-    UNROLL for (int j = 0; j < 8; j++) sum += v[j] * v[j];
-  }
-  UNROLL for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
-  __syncthreads();
-  sum = 0.f;
-  UNROLL for (int i = 0; i < KW; i++) sum += sums[i];
-  const float inverse = rsqrtf(sum / (units * 8) + eps);
-  for (int i = threadIdx.x; i < units; i += KW * 32) {
-    unit_to_floats(normed[i], v);
-    unit_to_floats(__ldg(gain + i), other);
-    UNROLL for (int j = 0; j < 8; j++) v[j] *= inverse * other[j];
-    normed[i] = floats_to_unit(v);
-    unit_to_floats(normed[i], v);
-    UNROLL for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[j]));
-  }
-#if ACT_BITS == 8
-  UNROLL for (int d = 16; d; d >>= 1) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, d));
-  if ((threadIdx.x & 31) == 0) peaks[threadIdx.x >> 5] = peak;
-  __syncthreads();
-  peak = 0.f;
-  UNROLL for (int i = 0; i < KW; i++) peak = fmaxf(peak, peaks[i]);
-  const float to_code = peak > 0.f ? 127.f / peak : 0.f;
-  u8* codes = (u8*)(normed + units);
-  for (int i = threadIdx.x; i < units; i += KW * 32) {
-    unit_to_floats(normed[i], v);
-    u32 q[2] = {0, 0};
-    UNROLL for (int j = 0; j < 8; j++)
-      q[j >> 2] |= (u32)(max(-127, min(127, __float2int_rn(v[j] * to_code))) & 255) << (8 * (j & 3));
-    const int s = i >> 2, t = i & 3;                     // columns 32 s + 8 t ...
-    *(uint2*)(codes + (s >> 1) * 64 + t * 16 + (s & 1) * 8) = make_uint2(q[0], q[1]);
-  }
-#endif
-  __syncthreads();
-  return peak / 127.f;
-}
-#endif
-
 // W: codes in fragment order. S: group scales [tile, group, 8, 2] 16-bit, or float [N] per channel. Z: zero points
 // [tile, group, 8, 2] u8 (ASYM). X: [M, K] activations, or int8 in the order of quantize.cu with float scales XS [M].
 // steps: K / (64 CH).
 extern "C" __global__ void __launch_bounds__(KW * 32, MINB)
 skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
-       u16* Y, int M, int N, int steps
-#if NORM
-       , const uint4* delta, const uint4* gain, uint4* hidden, float eps
-#endif
-) {
+       u16* Y, int M, int N, int steps) {
   pdl_launch_dependents();
   extern __shared__ __align__(16) float partial[];       // [KW (+ 1)][M][16 NT]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -155,14 +93,8 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
   auto load_x = [&](uint4 (&to)[CH][MT][XLOADS], int step) {
     UNROLL for (int c = 0; c < CH; c++)
       UNROLL for (int m = 0; m < MT; m++)
-        UNROLL for (int i = 0; i < XLOADS; i++) {
-          const u8* at = xrow[m] + (step * CH + c) * (64 * XBYTES) + i * 64;
-#if NORM
-          to[c][m][i] = *(const uint4*)at;               // shared memory
-#else
-          to[c][m][i] = load_activations(at);
-#endif
-        }
+        UNROLL for (int i = 0; i < XLOADS; i++)
+          to[c][m][i] = load_activations(xrow[m] + (step * CH + c) * (64 * XBYTES) + i * 64);
   };
 
   UNROLL for (int p = 0; p < PF; p++)
@@ -171,16 +103,7 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
   u32 channel_zeros[NT];
   UNROLL for (int n = 0; n < NT; n++) channel_zeros[n] = __ldg(Z + groups_before[n] * 8 + g);
 #endif
-#if NORM
-  const int units = steps * (8 * CH);                    // of 8 columns
-  for (int i = threadIdx.x; i < units; i += KW * 32) asm volatile("prefetch.global.L1 [%0];" :: "l"(gain + i));
-#endif
   pdl_wait();
-#if NORM
-  uint4* normed = (uint4*)(partial + (KW + (SK > 1)) * ROWS);
-  const float act_scale = norm_row((const uint4*)X, delta, gain, blockIdx.x == 0 && rank == 0 ? hidden : nullptr, eps, units, normed);
-  UNROLL for (int m = 0; m < MT; m++) xrow[m] = (const u8*)(normed + (ACT_BITS == 8 ? units : 0)) + t * 16;
-#endif
 #if XPF
   UNROLL for (int p = 0; p < PF; p++)
     if (first + p * STRIDE < steps) load_x(x[p], first + p * STRIDE);
@@ -290,7 +213,7 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
   }
 #endif
 
-  const int outputs = M * ROWS;
+  const int ROWS = NT * 16, outputs = M * ROWS;
   UNROLL for (int n = 0; n < NT; n++)
     UNROLL for (int m = 0; m < MT; m++)
       UNROLL for (int k = 0; k < 4; k++) {
@@ -303,11 +226,7 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
     const int token = i / ROWS, n = blockIdx.x * ROWS + i % ROWS;
     if (n >= N) return;
 #if ACT_BITS == 8
-#if NORM
-    v *= act_scale * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
-#else
     v *= XS[token] * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
-#endif
 #endif
 #if !GROUP
     v *= __ldg((const float*)S + n);

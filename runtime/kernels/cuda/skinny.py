@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
 from qtool.runtime.kernels.cuda.layout import PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 64
@@ -56,9 +57,7 @@ def weight_macros(spec: LinearSpec, scale_dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def macros(
-    spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, config: SkinnyConfig
-) -> dict[str, int]:
+def macros(spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, config: SkinnyConfig) -> Macros:
     """All macros of skinny.cu for one product."""
     return weight_macros(spec, scale_dtype) | {
         "CH": 2 if chunks % 2 == 0 else 1,
@@ -77,49 +76,6 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, tokens:
     limit = config.shared_bytes(8 * token_tiles(tokens))
     chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config)
     return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
-
-
-def multiply_normed(
-    hidden: Tensor, delta: Tensor | None, gain: Tensor, eps: float, packed: PackedWeight, spec: LinearSpec,
-    config: SkinnyConfig,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token through RMSNorm and the product in one kernel.
-
-    Args:
-        hidden, delta: [1, K] in spec.dtype, K = 64 packed.chunks; delta None: nothing to add.
-        gain: [K], the norm's weight.
-
-    Returns:
-        (RMSNorm of hidden + delta) @ weight.T [1, N], and hidden + delta [1, K]: `hidden` itself without a delta.
-    """
-    device, act_bits = hidden.device, spec.scheme.act_bits
-    out = torch.empty(1, spec.rows, dtype=spec.dtype, device=device)
-    total = hidden if delta is None else torch.empty_like(hidden)
-    size = config.shared_bytes(1) + hidden.shape[1] * (3 if act_bits else 2)
-    chosen = macros(spec, packed.scales.dtype, packed.chunks, 1, config) | {"NORM": 1, "ADD": int(delta is not None)}
-    load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=size).launch(
-        (-(-packed.tiles // config.tiles), config.split, 1),
-        config.warps * 32,
-        (
-            packed.codes,
-            packed.scales,
-            packed.zeros,
-            hidden,
-            hidden,
-            out,
-            1,
-            spec.rows,
-            packed.chunks // (2 if packed.chunks % 2 == 0 else 1),
-            hidden if delta is None else delta,
-            gain,
-            total,
-            float(eps),
-        ),
-        shared_bytes=size,
-        cluster=(1, config.split, 1) if config.split > 1 else None,
-        overlap=has_clusters(device.index),
-    )
-    return out, total
 
 
 def multiply(

@@ -85,7 +85,6 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     heads = {"BF16": 1, "D": 128, "KV": 1, "QK_NORM": 1, "WEIGHT_BITS": 8}
     jobs = [
         ("skinny.cu", weight | skinny),
-        ("skinny.cu", weight | skinny | {"NORM": 1, "ADD": 1}),
         ("dequantize.cu", weight),
         ("quantize.cu", rows),
         ("norm.cu", rows),

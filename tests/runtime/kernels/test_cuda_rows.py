@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from qtool.quant.scheme import QuantScheme
-from qtool.runtime.kernels.cuda.layout import pack_weight
 from qtool.runtime.kernels.cuda.linear import apply, apply_rows, int8_order, pack
 from qtool.runtime.kernels.cuda.rows import ROUNDED, ROW_MAJOR, add_norm, quantize_rows, round_rows, silu_mul
-from qtool.runtime.kernels.cuda.skinny import SkinnyConfig, multiply_normed
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
-from qtool.runtime.kernels.cuda.tuning import random_weight
 from qtool.runtime.kernels.interface import LinearSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -66,6 +63,8 @@ def test_row_major_codes_are_the_rounded_values() -> None:
 @pytest.mark.parametrize("scheme", ["w4g128a8", "w8a8"])
 @pytest.mark.parametrize("tokens", [1, 9, 40, 100, 300])
 def test_a_norm_can_round_for_the_product_that_follows(scheme: str, tokens: int) -> None:
+    from qtool.runtime.kernels.cuda.tuning import random_weight
+
     spec = LinearSpec(512, 1024, QuantScheme.parse(scheme), dtype=torch.float16)
     packed = pack(random_weight(spec), spec, torch.device("cuda", torch.cuda.current_device()))
     x = torch.randn(tokens, 1024, device="cuda").half()
@@ -89,35 +88,6 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     logits[3] = -torch.inf
     greedy(logits, out)
     assert out.tolist() == [int(first[0]), -1, -1, -1, *first[4:].tolist()]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("scheme", ["w4g128", "w4g64-asym", "w8", "w4g128a8", "w8a8", "w4g32a8-asym"])
-@pytest.mark.parametrize(
-    "config", [SkinnyConfig(2, 8), SkinnyConfig(1, 4, split=2), SkinnyConfig(2, 16, prefetch_x=True)]
-)
-@pytest.mark.parametrize("shape", [(512, 4096), (100, 576), (48, 11008)])
-def test_norm_and_product_in_one(shape: tuple[int, int], config: SkinnyConfig, scheme: str, dtype: torch.dtype) -> None:
-    """Against float64: the norm of the sum, its rounding, the product."""
-    if shape[1] % max(1, QuantScheme.parse(scheme).group_size):
-        pytest.skip("no whole groups")
-    if config.split > 1 and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no clusters before Hopper")
-    device = torch.device("cuda", torch.cuda.current_device())
-    spec = LinearSpec(*shape, QuantScheme.parse(scheme), dtype=dtype)
-    weight = random_weight(spec, seed=int(torch.seed() % 1000))
-    packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
-    hidden, delta = (torch.randn(1, shape[1], device=device).to(dtype) for _ in range(2))
-    gain = (torch.rand(shape[1], device=device) + 0.5).to(dtype)
-    for added in (None, delta):
-        out, total = multiply_normed(hidden, added, gain, 1e-5, packed, spec, config)
-        exact = hidden.double() if added is None else hidden.double() + added.double()
-        assert (total.double() - exact).norm() / exact.norm() < TOLERANCE[dtype]
-        x = total.double() * (total.double().pow(2).mean() + 1e-5).rsqrt() * gain.double()
-        if spec.scheme.act_bits:
-            x = (x / (x.abs().max() / 127)).round() * (x.abs().max() / 127)
-        want = x @ weight.dequantize(torch.float64).T
-        assert (out.double() - want).norm() / want.norm() < (2e-2 if spec.scheme.act_bits else 2 * TOLERANCE[dtype])
 
 
 def test_feed() -> None:

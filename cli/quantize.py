@@ -226,6 +226,8 @@ def command(
                 alpha=alpha,
                 seed=seed,
             )
+        if data is not None and not job.calibrated:
+            reporter.say(f"method {method} looks at no text: --data is left aside")
         for note in job.notes:
             reporter.say(note)
         calibration = None

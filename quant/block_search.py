@@ -33,7 +33,7 @@ class _Runner(nn.Module):
         return self._run(inputs)
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
+def _fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it faster than float32, else float32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
@@ -65,7 +65,7 @@ def search_block(
     """
     token_weights = _token_weights(targets)
     device = token_weights.device
-    dtype = compute_dtype(device)
+    dtype = _fast_dtype(device)
     runner = _Runner(block)
     prefix = f"{block.name}."
 

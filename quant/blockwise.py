@@ -17,7 +17,7 @@ from qtool.quant.algorithms.rows import pick_rows, rounding_errors, row_errors, 
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.algorithms.smoothquant import ALPHA
 from qtool.quant.block_search import search_block
-from qtool.quant.calibration import Block
+from qtool.quant.calibration import Block, Reached
 from qtool.quant.channel_scales import scale_channels
 from qtool.quant.folding import ScaledBlock, group_layers
 from qtool.quant.kv_calibration import KVRecord
@@ -104,24 +104,17 @@ class BlockResult:
     kv: KVRecord | None = None
 
 
-class _ReachedError(Exception):
-    """Ends a forward pass early: what was wanted of it has been seen."""
-
-
 def capture_inputs(block: Block, layer: str, on_input: Callable[[Tensor], None]) -> None:
     """Run the block's inputs up to `layer`; call `on_input` with its input [tokens, in_features] for each batch."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         on_input(block.as_read(args[0]))
-        raise _ReachedError
+        raise Reached
 
     handle = block.linears[layer].register_forward_pre_hook(hook)
     try:
         for inputs in block.inputs:
-            try:
-                block.run(inputs)
-            except _ReachedError:
-                continue
+            block.run_until(inputs)
     finally:
         handle.remove()
 

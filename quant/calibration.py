@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,10 @@ def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype | No
     return stored
 
 
+class Reached(Exception):  # noqa: N818 - no error
+    """Raised in a hook, it ends Block.run_until: what was wanted of the block has been seen."""
+
+
 class Block:
     """One decoder block with real weights. What a consumer leaves in them is what the walk goes on with.
 
@@ -217,6 +221,11 @@ class Block:
         with self.precision():
             output: Tensor = self.module(inputs, **self._positions.arguments(self.index, inputs.shape[1]))
         return output
+
+    def run_until(self, inputs: Tensor) -> None:
+        """Run the block on `inputs` [b, seq, hidden] until a hook raises Reached, or to its end."""
+        with suppress(Reached):
+            self.run(inputs)
 
     def as_read(self, x: Tensor) -> Tensor:
         """A linear's input [..., in_features] → [tokens, in_features], in the dtype in which the linear multiplies."""

@@ -142,11 +142,24 @@ def prepare(
     said = _summarize(notes)
     if untied_bytes:
         said = (*said, f"the head is untied from the embedding: {untied_bytes / 1e6:.1f} MB more in 16 bits")
+    if format == compressed_tensors.NAME and (note := _transformers_note(plan)):
+        said = (*said, note)
     if stages.rotate:
         exact = {f"{name}.weight" for name, own in plan.layers.items() if own is not None}
         weights = rotated(weights, structure, head_dim=settings.head_dim, seed=seed, exact=exact)
     kv_int8 = kv_cache == "int8"
     return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, kv_int8, said)
+
+
+def _transformers_note(plan: QuantPlan) -> str | None:
+    """What transformers makes of asymmetric layers among others, in one line; None where there are no such."""
+    schemes = plan.schemes()
+    if len(schemes) < 2 or all(scheme.symmetric for scheme in schemes):
+        return None
+    names = ", ".join(scheme.name for scheme in schemes)
+    return (
+        f"transformers 5.24 does not read asymmetric layers among others ({names}): serve it with qtool, or use --sym"
+    )
 
 
 def check_head(plan: QuantPlan, structure: ModelStructure, format: str) -> bool:
@@ -206,11 +219,14 @@ def calibration_notes(job: Job, calibration: CalibrationSet) -> tuple[str, ...]:
     planned = {name: job.shapes[name][1] for name, scheme in job.plan.layers.items() if scheme is not None}
     widest = max(planned, key=lambda name: planned[name])
     tokens, seq_len = calibration.tokens.numel(), calibration.tokens.shape[1]
-    if tokens >= planned[widest]:
-        return calibration.notes
-    least = -(-planned[widest] // seq_len)
-    short = (
-        f"{calibration.source}: {tokens} tokens are too few for {widest} with its {planned[widest]} inputs: "
-        f"use at least {least} sequences of {seq_len} tokens, better {4 * least}"
-    )
-    return (*calibration.notes, short)
+    notes = list(calibration.notes)
+    context = job.checkpoint.config.get("max_position_embeddings")
+    if isinstance(context, int) and seq_len > context:
+        notes.append(f"{calibration.source}: sequences of {seq_len} tokens are longer than the model's {context}")
+    if tokens < planned[widest]:
+        least = -(-planned[widest] // seq_len)
+        notes.append(
+            f"{calibration.source}: {tokens} tokens are too few for {widest} with its {planned[widest]} inputs: "
+            f"use at least {least} sequences of {seq_len} tokens, better {4 * least}"
+        )
+    return tuple(notes)

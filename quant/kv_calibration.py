@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.quant.calibration import Block
+from qtool.quant.calibration import Block, Reached
 from qtool.quant.kv_numerics import MAX_CODE, SCALE_DTYPE, from_codes, to_codes, token_scales
 
 ERROR_TOKENS = 4096  # as many are enough to compare two grids
@@ -44,10 +44,6 @@ class KVRecord:
         return max(max(self.key_max) / MAX_CODE, smallest), max(max(self.value_max) / MAX_CODE, smallest)
 
 
-class _Reached(Exception):  # noqa: N818 - no error: ends a forward pass when what was wanted of it has been seen
-    pass
-
-
 class _Tap:
     """Stands where attention expects its cache: sees the rotated keys and the values, and hands back changed ones."""
 
@@ -69,7 +65,7 @@ def _tapped(attention: nn.Module, tap: _Tap, on_output: Callable[[Tensor], None]
 
     def leave(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         on_output(args[0])
-        raise _Reached
+        raise Reached
 
     handles = [
         attention.register_forward_pre_hook(enter, with_kwargs=True),
@@ -87,11 +83,9 @@ def _attend(block: Block, inputs: Tensor, keys: Change, values: Change) -> Tenso
     found: list[Tensor] = []
     attention = block.module.get_submodule("self_attn")
     with torch.no_grad(), _tapped(attention, _Tap(keys, values), found.append):
-        try:
-            block.run(inputs)
-        except _Reached:
-            return found[0].float()
-    raise RuntimeError(f"{block.name}: its attention was not reached")
+        block.run_until(inputs)
+    (output,) = found
+    return output.float()
 
 
 def _dynamic(kv: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ def test_a_plan_file_is_followed(model: Path, tmp_path: Path, capsys: pytest.Cap
         (["--grid", "best"], "unknown grid 'best'"),
         (["--device", "tpu"], "tpu"),
         (["--data", "missing.jsonl"], "missing.jsonl"),
+        (["--seed", "-1"], "seed -1 is not from 0"),
     ],
 )
 def test_wrong_arguments_are_one_line(

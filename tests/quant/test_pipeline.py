@@ -149,6 +149,23 @@ def test_groups_that_do_not_divide_are_fitted_and_said(tiny_llama: Path, tmp_pat
     assert report.notes == ("2 layers (first model.layers.0.mlp.down_proj): group 32 instead of 64: input size is 96",)
 
 
+def test_what_transformers_does_not_read_is_said(tiny_llama: Path, tmp_path: Path) -> None:
+    several = quantize(tiny_llama, tmp_path / "a", scheme=QuantScheme(4, 64, symmetric=False), method="rtn")
+    assert "does not read asymmetric layers among others (w4g32-asym, w4g64-asym)" in several.notes[-1]
+    one = quantize(tiny_llama, tmp_path / "b", scheme=QuantScheme(4, 32, symmetric=False), method="rtn")
+    assert one.notes == ()
+
+
+def test_sequences_beyond_the_context_are_said(tiny_llama: Path, tmp_path: Path) -> None:
+    context = json.loads((tiny_llama / "config.json").read_text())["max_position_embeddings"]
+    for length in (context, context + 1):
+        tokens = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(0))
+        data = CalibrationSet(tokens, "random", f"{length}")
+        report = quantize(tiny_llama, tmp_path / str(length), scheme=W4, calibration=data)
+        said = f"random: sequences of {length} tokens are longer than the model's {context}"
+        assert (said in report.notes) == (length > context)
+
+
 def damaged(source: Path, folder: Path) -> Path:
     folder.mkdir()
     for path in source.iterdir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from qtool.quant.errors import QtoolError
 
 # what a plain document answers, where it is calibrated on as an assistant's turn
 REQUEST = "Write a text."
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def _document(where: str, line: str) -> Document:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
+    if _SURROGATE.search(line) and not _is_unicode(record):
+        raise QtoolError(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return Document(where, record["text"])
     messages = record.get("messages") if isinstance(record, dict) else None
@@ -82,6 +86,15 @@ def _document(where: str, line: str) -> Document:
         f'{where}: expected a JSON object with a "text" string, or with "messages": a list of objects with "role" and '
         '"content" strings'
     )
+
+
+def _is_unicode(document: Any) -> bool:
+    """Whether all strings of a JSON document are text: JSON can escape halves of a surrogate pair."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_message(value: Any) -> bool:

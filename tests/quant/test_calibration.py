@@ -138,6 +138,7 @@ def test_seed_and_settings_are_in_the_fingerprint(tmp_path: Path) -> None:
         ("blank.txt", b" \n\n", "holds no text"),
         ("latin.txt", b"caf\xe9 au lait", r"not UTF-8 text \(byte 3\)"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', 'line 2: expected a JSON object with a "text" string'),
+        ("half.jsonl", b'{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}', "line 2: holds half of a surrogate pair"),
         ("roles.jsonl", b'{"messages": [{"role": "user"}]}', 'line 1: expected .* objects with "role" and "content"'),
         ("silent.jsonl", b'{"messages": []}', "line 1: expected"),
         (

@@ -171,7 +171,9 @@ def command(
     from qtool.quant.pipeline import quantize
     from qtool.quant.planfile import read_plan
     from qtool.quant.scheme import PER_CHANNEL, SUPPORTED_GROUPS, QuantScheme, parse_scheme
+    from qtool.quant.usage import return_freed_memory
 
+    return_freed_memory()
     reporter = Reporter(quiet, json_result)
     if group is None:
         group = 128 if act_bits is None else PER_CHANNEL

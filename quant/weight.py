@@ -36,19 +36,17 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
-    def _per_column(self, per_group: Tensor) -> Tensor:
-        """[N, G] → [N, K]."""
-        if self.g_idx is not None:
-            return per_group[:, self.g_idx.long()]
-        return per_group.repeat_interleave(self.shape[1] // per_group.shape[1], dim=1)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`, computed in float32 and rounded once."""
-        codes = self.codes.to(torch.float32)
-        zero: Tensor | float = float(self.scheme.midpoint)
-        if self.zero is not None:
-            zero = self._per_column(self.zero.to(torch.float32))
-        return ((codes - zero) * self._per_column(self.scale.to(torch.float32))).to(dtype)
+        values = self.codes.to(torch.float32, memory_format=torch.contiguous_format)
+        scale, zero = self.scale.to(torch.float32), self.zero
+        if self.g_idx is not None:
+            columns = self.g_idx.long()
+            values.sub_(self.scheme.midpoint if zero is None else zero[:, columns]).mul_(scale[:, columns])
+        else:  # in place and by groups: nothing else of the weight's size is made
+            groups = values.view(*scale.shape, -1)
+            groups.sub_(self.scheme.midpoint if zero is None else zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+        return values.to(dtype)
 
     def check(self, layer: str) -> None:
         """Raise QtoolError naming `layer` where the parts do not fit together or a scale is not finite."""

@@ -103,9 +103,8 @@ def main() -> None:
     limit = 4 * block + 1_500_000_000
     parameters = (args.layers * block // 2 + 2 * VOCAB * HIDDEN) / 1e9
     print(f"{parameters:.2f} G parameters, {args.layers} blocks of {block / 1e6:.0f} MB; limit {limit / 1e6:.0f} MB")
-    print(
-        f"{args.samples} × {args.seq_len} tokens, w4g128\n\n| method | peak MB | of the limit | seconds |\n|---|---|---|---|"
-    )
+    print(f"{args.samples} × {args.seq_len} tokens, w4g128\n")
+    print("| method | peak MB | of the limit | seconds |\n|---|---|---|---|")
     for method in args.methods.split(","):
         out = args.work / f"out-{method}"
         options = ["--samples", str(args.samples), "--seq-len", str(args.seq_len), "--iters", str(args.iters)]

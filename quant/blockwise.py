@@ -28,6 +28,8 @@ from qtool.quant.smoothing import smooth_channels
 from qtool.quant.structure import LinearGroup, ModelStructure
 from qtool.quant.weight import QuantizedWeight
 
+LOST = 0.9  # a relative error above which a layer is as good as gone: zero in its place is off by 1
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -91,6 +93,17 @@ class LayerRecord:
     changed_codes: float | None = None
     block_loss_ratio: float | None = None
     seconds: float = 0.0
+
+
+def lost_notes(records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
+    """A warning where quantized layers have next to nothing in common with the original ones."""
+    lost = [name for name, record in records.items() if record.relative_error > LOST]
+    if not lost:
+        return ()
+    return (
+        f"{len(lost)} layers (first {lost[0]}) are off by more than {LOST:.0%}, so that the artifact is of no use; "
+        "weights beyond the reach of 16-bit scales come out so",
+    )
 
 
 @dataclass

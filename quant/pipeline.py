@@ -24,7 +24,7 @@ from qtool.quant.artifact import (
     check_target,
     companion_files,
 )
-from qtool.quant.blockwise import BlockResult, LayerRecord, quantize_block
+from qtool.quant.blockwise import BlockResult, LayerRecord, lost_notes, quantize_block
 from qtool.quant.calibration import BlockWalker, CalibrationSet, calibration_set, compute_dtype
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
@@ -315,6 +315,7 @@ def quantize(
             if last_scheme is not None:
                 weight, layers[last] = _round_plainly(job, last, last_scheme, on)
                 artifact.add(job.writer.tensors(last, weight.to("cpu")))
+            notes.extend(lost_notes(layers))
             config = {k: v for k, v in job.weights.config.items() if k != "quantization_config"}
             section = job.writer.quantization_config(job.plan, job.structure.head)
             if kv:

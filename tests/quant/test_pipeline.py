@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,23 @@ def test_sequences_beyond_the_context_are_said(tiny_llama: Path, tmp_path: Path)
         report = quantize(tiny_llama, tmp_path / str(length), scheme=W4, calibration=data)
         said = f"random: sequences of {length} tokens are longer than the model's {context}"
         assert (said in report.notes) == (length > context)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_layers_that_are_lost_are_said(tiny_model: Any, tmp_path: Path, method: str) -> None:
+    whole, folder = tiny_model("llama"), tmp_path / "model"
+    shutil.copytree(whole, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e30  # float32, far beyond what a float16 scale reaches
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = []
+    for source in (folder, whole):
+        report = quantize(
+            source, tmp_path / f"out-{len(said)}", scheme=W4, method=method, calibration=CALIBRATION, fresh=True
+        )
+        said.append([note for note in report.notes if "off by more" in note])
+    assert said[0][0].startswith("1 layers (first model.layers.1.mlp.down_proj) are off by more than 90%")
+    assert not said[1]
 
 
 def damaged(source: Path, folder: Path) -> Path:

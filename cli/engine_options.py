@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.policy import POLICIES
 
 Dtype = Annotated[str, typer.Option("--dtype", help="Activations: auto, float32, bfloat16 or float16.")]
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests in one step.")]
@@ -27,6 +28,13 @@ KVCacheDtype = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         help="int8 halves the KV cache; float never quantizes it; auto does as the model's artifact says.",
+    ),
+]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        "--scheduling-policy",
+        help="Who is served first: fcfs (first come), priority (lowest `priority`), shortest (shortest prompt).",
     ),
 ]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
@@ -63,6 +71,7 @@ def engine_args(
     kv_cache_memory: str | None,
     kv_cache_dtype: str,
     block_size: int,
+    scheduling_policy: str = "fcfs",
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
@@ -80,6 +89,8 @@ def engine_args(
             raise QtoolError(f"{option} must be at least 1, got {value}")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise QtoolError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    if scheduling_policy not in POLICIES:
+        raise QtoolError(f"--scheduling-policy must be {', '.join(POLICIES)}, got {scheduling_policy!r}")
     check_kv_cache_dtype(kv_cache_dtype)
     return {
         "dtype": dtype,
@@ -88,6 +99,7 @@ def engine_args(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
         "block_size": block_size,
+        "scheduling_policy": scheduling_policy,
         "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

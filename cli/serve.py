@@ -17,6 +17,7 @@ from qtool.cli.engine_options import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    SchedulingPolicy,
     engine_args,
 )
 from qtool.quant.errors import QtoolError
@@ -41,6 +42,7 @@ def command(
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
+    scheduling_policy: SchedulingPolicy = "fcfs",
     drain_s: Annotated[
         float, typer.Option("--drain-s", help="At Ctrl-C or SIGTERM, seconds for running requests to finish.")
     ] = 30.0,
@@ -65,6 +67,7 @@ def command(
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
+        scheduling_policy=scheduling_policy,
     )
     from qtool.runtime.server.launch import bind, run, url_of
 

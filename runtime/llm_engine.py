@@ -7,7 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ class LLMEngine:
         max_num_seqs, max_num_batched_tokens: limits of a step, see SchedulerConfig.
         max_model_len: longest prompt and output together. None: what the model was made for, less where the cache
             holds less (said in the log).
+        scheduling_policy: fcfs, priority or shortest, see engine/policy.py.
         static_batching: request-level batching, for comparison.
         prefix_caching: share the KV blocks of equal prefixes.
         seed: base of the random streams of requests without a seed of their own.
@@ -86,6 +87,7 @@ class LLMEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        scheduling_policy: str = "fcfs",
         static_batching: bool = False,
         prefix_caching: bool = True,
         seed: int = 0,
@@ -95,7 +97,9 @@ class LLMEngine:
             raise QtoolError(f"block_size must be between 8 and 64, got {block_size}")
         if max_model_len is not None and max_model_len < 2:
             raise QtoolError(f"max_model_len must be at least 2, got {max_model_len}")
-        SchedulerConfig(max_num_seqs, max_num_batched_tokens)  # refused before the model is loaded
+        scheduling = SchedulerConfig(  # refused before the model is loaded
+            max_num_seqs, max_num_batched_tokens, static_batching=static_batching, policy=scheduling_policy
+        )
         check_kv_cache_dtype(kv_cache_dtype)
         where = resolve_device(device)
         folder = resolve_model(model, progress=progress)
@@ -135,7 +139,7 @@ class LLMEngine:
         self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size)
         self.runner.prepare(max_num_seqs, wanted)
         self._core = EngineCore(
-            SchedulerConfig(max_num_seqs, max_num_batched_tokens, wanted, static_batching),
+            replace(scheduling, max_model_len=wanted),
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
             self.runner,
             run_ahead=self.runner.runs_ahead and not static_batching,

@@ -144,13 +144,15 @@ class EngineCore:
                 self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
         else:
             for work, result in zip(scheduled, results):
-                if result.error is not None and not work.padding:
-                    log.error("request %s ends with an error: %s", work.request.request_id, result.error)
-                if not work.padding:
-                    prompt = work.request.num_prompt_tokens
-                    self._prompt_tokens += max(0, min(work.start + work.num_tokens, prompt) - work.start)
-            live = [w.request.status is not Status.FINISHED for w in scheduled]
-            self._generation_tokens += sum(r.token_id is not None and on for r, on in zip(results, live))
+                if work.padding:
+                    continue
+                request = work.request
+                if result.error is not None:
+                    log.error("request %s ends with an error: %s", request.request_id, result.error)
+                if (prompt_left := request.num_prompt_tokens - work.start) > 0:
+                    self._prompt_tokens += min(work.num_tokens, prompt_left)
+                if result.token_id is not None and request.status is not Status.FINISHED:
+                    self._generation_tokens += 1
             changed = self.scheduler.update(scheduled, results)
         for request in changed:
             if request.status is Status.FINISHED:

@@ -65,10 +65,16 @@ class KVCacheManager:
             table.digests.append(digest)
         request.num_computed_tokens = len(table.blocks) * size
 
+    def missing_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the table lacks to cover `num_tokens` tokens."""
+        return max(0, -(-num_tokens // self.block_size) - len(self._tables[request].blocks))
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the table cover `num_tokens` tokens; False, and nothing changed, where too few blocks are free."""
         table = self._tables[request]
-        need = self.blocks_for(num_tokens) - len(table.blocks)
+        need = -(-num_tokens // self.block_size) - len(table.blocks)
+        if need <= 0:
+            return True
         if need > self.pool.num_free:
             return False
         for _ in range(need):
@@ -80,7 +86,10 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         table, size = self._tables[request], self.block_size
-        for i in range(len(table.digests), num_tokens // size):
+        full = num_tokens // size
+        if full == len(table.digests):
+            return
+        for i in range(len(table.digests), full):
             parent = table.digests[-1] if table.digests else b""
             digest = block_digest(parent, request.token_ids[i * size : (i + 1) * size])
             table.digests.append(digest)

@@ -34,6 +34,7 @@ class SamplingParams:
             distribution, before temperature and penalties. None: none.
         prompt_logprobs: likewise for the prompt's tokens.
         n: independent outputs of one prompt.
+        priority: in [-100, 100]; the lower, the sooner, where the engine schedules by priority.
 
     Raises:
         QtoolError: a value out of range, named.
@@ -55,13 +56,14 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, what: str) -> None:
             if not ok:
                 raise QtoolError(f"{name} must be {what}, got {getattr(self, name)!r}")
 
-        for name in ("max_tokens", "top_k", "min_tokens", "n"):
+        for name in ("max_tokens", "top_k", "min_tokens", "n", "priority"):
             need(_is_int(getattr(self, name)), name, "an integer")
         for name in ("seed", "logprobs", "prompt_logprobs"):
             need(getattr(self, name) is None or _is_int(getattr(self, name)), name, "an integer or None")
@@ -80,6 +82,7 @@ class SamplingParams:
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
         need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
         need(1 <= self.n <= 128, "n", "between 1 and 128")
+        need(-100 <= self.priority <= 100, "priority", "between -100 and 100")
         strings = not isinstance(self.stop, str) and isinstance(self.stop, Collection)
         need(strings and all(isinstance(s, str) and s for s in self.stop), "stop", "a sequence of non-empty strings")
         ids = isinstance(self.stop_token_ids, Collection) and all(map(_is_int, self.stop_token_ids))

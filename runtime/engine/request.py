@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qtool.runtime.engine.params import RequestMetrics, SamplingParams, TokenLogprobs
 
@@ -33,6 +33,7 @@ class Request:
         prompt_scores: what the executor returned for the scored positions, in order.
         num_scored: scored positions so far (a recomputation does not score again).
         sample_seed: seed of this request's random stream; with the position it decides the draw.
+        rank: the lower, the sooner it is served; set when it is queued (engine/policy.py).
         num_computed_tokens: with those of a step that is still on the device.
         num_in_flight: tokens that such steps sample: they count, but nobody has seen them yet.
     """
@@ -45,6 +46,7 @@ class Request:
     score_kind: Literal["logprobs", "logits"] = "logprobs"
     generate: bool = True
     sample_seed: int = 0
+    rank: tuple[float, int] = (0.0, 0)
     token_ids: list[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: list[Any] = field(default_factory=list)
@@ -119,8 +121,7 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """The work of one step on one request: compute tokens `start` .. `start + num_tokens - 1`.
 
     Attributes:
@@ -137,8 +138,7 @@ class ScheduledRequest:
     padding: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions.
 
     `error` says why there is none of these; the request ends with it.

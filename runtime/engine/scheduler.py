@@ -2,22 +2,30 @@
 
 Iteration-level scheduling after Orca (Yu et al., OSDI 2022), chunked prefill mixed with decode after Sarathi-Serve
 (Agrawal et al., OSDI 2024), paged memory and preemption by recomputation after vLLM (Kwon et al., SOSP 2023).
+
+Requests are served in order of their rank (engine/policy.py), which never changes. The request of the lowest rank is
+never preempted for another and fits when it runs alone, so it always ends: nothing can deadlock.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
+from qtool.runtime.engine.policy import POLICIES
 from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
 
 ADMIT_SHARE = 16
 """Where more requests wait than fit, admit them once one in so many seats is free: prompts in one step cost less than
 prompts in every step, and those that wait would wait anyway."""
+
+_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -30,12 +38,16 @@ class SchedulerConfig:
         max_model_len: longest prompt and output together, in tokens.
         static_batching: request-level batching as before Orca, for comparison: no request joins until the whole batch
             is done, and finished rows are computed as padding until the longest ends.
+        policy: fcfs, priority or shortest, see engine/policy.py.
+        request_share: most of a step's tokens, as a share, that one request gets while others want them too.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
     static_batching: bool = False
+    policy: str = "fcfs"
+    request_share: float = 0.5
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -45,18 +57,23 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running request advances in each step"
             )
+        if self.policy not in POLICIES:
+            raise QtoolError(f"the scheduling policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if not 0 < self.request_share <= 1:
+            raise QtoolError(f"request_share must be in (0, 1], got {self.request_share}")
 
 
 class Scheduler:
-    """First come, first served. Decodes first, then prefill chunks in what is left of the budget, then admissions."""
+    """Decodes first, then prefill chunks in what is left of the budget, then admissions; each in order of rank."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self.kv = kv
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
+        self.waiting: list[Request] = []  # in order of rank, like those that run
+        self.running: list[Request] = []
         self.num_preemptions = 0
-        # The longest request: it fits when it runs alone, so the oldest one always ends and nothing can deadlock.
+        self._arrivals = itertools.count()
+        # The longest request: it fits when it runs alone.
         self.room = min(config.max_model_len, kv.pool.num_blocks * kv.block_size)
 
     def add(self, request: Request) -> None:
@@ -67,7 +84,8 @@ class Scheduler:
                 + (" with room for one output token: " if request.generate else ": ")
                 + "shorten the prompt or start with a larger max_model_len"
             )
-        self.waiting.append(request)
+        request.rank = (POLICIES[self.config.policy](request), next(self._arrivals))
+        insort(self.waiting, request, key=_RANK)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -79,7 +97,7 @@ class Scheduler:
             return
         request.finish(reason, stop_reason)
         if was is Status.WAITING:
-            self.waiting.remove(request)
+            _remove(self.waiting, request)
         elif not self.config.static_batching:
             self._release(request)
         elif all(r.status is Status.FINISHED for r in self.running):
@@ -87,7 +105,7 @@ class Scheduler:
                 self._release(row)
 
     def _release(self, request: Request) -> None:
-        self.running.remove(request)
+        _remove(self.running, request)
         self.kv.free(request)
 
     def schedule(self) -> list[ScheduledRequest]:
@@ -96,7 +114,13 @@ class Scheduler:
         scheduled: dict[Request, ScheduledRequest] = {}
         preempted = False
         # A decode is one token behind: all of them go first, so that no long prefill holds them up.
-        for request in sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            behind = len(request.token_ids) + request.num_in_flight - request.num_computed_tokens
+            (prefills if behind > 1 else decodes).append(request)
+        most = self._most_tokens(len(prefills))
+        for request in itertools.chain(decodes, prefills):
             if budget == 0:
                 break
             if request.status is Status.WAITING:
@@ -109,9 +133,10 @@ class Scheduler:
                 scheduled[request] = ScheduledRequest(request, last, 1, table, sample=False, padding=True)
                 budget -= 1
                 continue
-            if self._ends_in_flight(request):
+            if request.num_in_flight and self._ends_in_flight(request):
                 continue
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            behind = len(request.token_ids) + request.num_in_flight - request.num_computed_tokens
+            num_tokens = behind if behind <= 1 else min(behind, budget, most)
             while not self.kv.grow(request, request.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
                 if dropped := scheduled.pop(victim, None):
@@ -124,34 +149,60 @@ class Scheduler:
                 scheduled[request] = self._work(request, num_tokens)
                 budget -= num_tokens
         if not preempted:
-            self._admit(scheduled, budget)
+            budget = self._admit(scheduled, budget, most)
+        if budget and most < self.config.max_num_batched_tokens:
+            self._spread(scheduled, budget)
         return list(scheduled.values())
 
-    def _admit(self, scheduled: dict[Request, ScheduledRequest], budget: int) -> None:
+    def _most_tokens(self, num_prefills: int) -> int:
+        """Most tokens of one request in a step; a cap only where prompts compete for them."""
+        budget = self.config.max_num_batched_tokens
+        if num_prefills + len(self.waiting) <= 1:
+            return budget
+        return max(1, int(budget * self.config.request_share))
+
+    def _spread(self, scheduled: dict[Request, ScheduledRequest], budget: int) -> None:
+        """Give what is left of the budget to those that were capped."""
+        for request, work in scheduled.items():
+            end = work.start + work.num_tokens
+            more = min(request.num_tokens - end, budget)
+            if more > 0 and not work.padding and self.kv.grow(request, end + more):
+                scheduled[request] = self._work(request, work.num_tokens + more)
+                budget -= more
+
+    def _admit(self, scheduled: dict[Request, ScheduledRequest], budget: int, most: int) -> int:
+        """Let waiting requests join while there are seats, tokens and memory; returns what is left of the budget.
+
+        The first in line joins once all of its tokens fit beside the prompts that are under way, so that these are not
+        thrown out for each other; nobody overtakes it meanwhile.
+        """
         static = self.config.static_batching
         if static and self.running:
-            return
+            return budget
         free = self.config.max_num_seqs - len(self.running)
         if not static and free < min(len(self.waiting), self.config.max_num_seqs // ADMIT_SHARE):
-            return
+            return budget
         reserved = 0
+        promised = sum(self.kv.missing_blocks(request, request.num_tokens) for request in self.running)
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             if static:
                 # Request-level batching reserves the longest possible output up front.
-                most = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
-                reserved += self.kv.blocks_for(most)
+                longest = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
+                reserved += self.kv.blocks_for(longest)
                 if reserved > self.kv.pool.num_blocks:
-                    return
+                    break
             self.kv.admit(request)
             cached = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - cached, budget)
-            if not self.kv.grow(request, cached + num_tokens):
+            num_tokens = min(request.num_tokens - cached, budget, most)
+            needed = promised + self.kv.missing_blocks(request, request.num_tokens)
+            if needed > self.kv.pool.num_free or not self.kv.grow(request, cached + num_tokens):
                 self.kv.free(request)
                 request.num_computed_tokens = 0
-                return
-            self.waiting.popleft()
-            self.running.append(request)
+                break
+            promised += self.kv.missing_blocks(request, request.num_tokens)
+            del self.waiting[0]
+            insort(self.running, request, key=_RANK)
             request.status = Status.RUNNING
             if request.scheduled is None:
                 request.scheduled = time.monotonic()
@@ -160,6 +211,7 @@ class Scheduler:
                 self.kv.prefix_hits += cached
             scheduled[request] = self._work(request, num_tokens)
             budget -= num_tokens
+        return budget
 
     def _work(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
@@ -169,7 +221,7 @@ class Scheduler:
     def _ends_in_flight(self, request: Request) -> bool:
         """The token that a step on the device samples is the last one the request may have."""
         outputs = request.num_output_tokens + request.num_in_flight
-        return bool(request.num_in_flight) and (outputs >= request.params.max_tokens or request.num_tokens >= self.room)
+        return outputs >= request.params.max_tokens or request.num_tokens >= self.room
 
     def launched(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Count a step as computed although its results are still to come, so that the next one can be scheduled."""
@@ -178,12 +230,12 @@ class Scheduler:
             work.request.num_in_flight += work.sample
 
     def _preempt(self, request: Request) -> None:
-        """Take the newest running request off the device; it starts over, at the head of the queue."""
+        """Take a running request off the device; it starts over, in line by its rank."""
         self._release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = Status.WAITING
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_RANK)
         self.num_preemptions += 1
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[Request]:
@@ -201,10 +253,12 @@ class Scheduler:
                 request.num_in_flight -= work.sample
             if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
                 done = work.start + work.num_tokens
-                request.num_computed_tokens = max(request.num_computed_tokens, done)
+                if request.num_computed_tokens < done:
+                    request.num_computed_tokens = done
                 self.kv.publish(request, done)
-            request.prompt_scores.extend(result.prompt_scores)
-            request.num_scored += result.num_scored
+            if result.num_scored:
+                request.prompt_scores.extend(result.prompt_scores)
+                request.num_scored += result.num_scored
             if result.token_id is not None:
                 self._append(request, result)
                 changed.append(request)
@@ -226,3 +280,7 @@ class Scheduler:
             self.finish(request, "stop", token)
         elif count >= request.params.max_tokens or len(request.token_ids) >= self.room:
             self.finish(request, "length")
+
+
+def _remove(requests: list[Request], request: Request) -> None:
+    del requests[bisect_left(requests, request.rank, key=_RANK)]

@@ -29,7 +29,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "priority": (0,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "guided_json": (),
@@ -103,6 +102,7 @@ class SamplingRequest(ApiModel):
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=-100, le=100)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -147,6 +147,7 @@ class SamplingRequest(ApiModel):
                 "stop_token_ids",
                 "min_tokens",
                 "ignore_eos",
+                "priority",
             )
             if getattr(self, name) is not None
         }

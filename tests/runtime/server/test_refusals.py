@@ -60,6 +60,7 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
         ({"prompt": {"a": 1}}, "prompt"),
         ({"stream": "perhaps"}, "stream"),
         ({"best_of": 3}, "best_of"),
+        ({"priority": 101}, "priority"),
         ({"suffix": "end"}, "suffix"),
         ({"logit_bias": {"5": 10}}, "logit_bias"),
         ({"use_beam_search": True}, "use_beam_search"),

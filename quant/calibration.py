@@ -341,15 +341,6 @@ class BlockWalker:
             return nn.Sequential(norm, projection.requires_grad_(False))
         return nn.Sequential(norm, self._load(self.structure.head))
 
-    def head_logits(self) -> Iterator[Tensor]:
-        """Logits [b, seq, vocab] of each batch of samples, after the walk. RuntimeError where it has not ended."""
-        if self._finished != len(self):
-            raise RuntimeError(f"{self._finished} of {len(self)} blocks walked: the logits come after the last one")
-        head = self.head()
-        with torch.no_grad():
-            for states in self.states:
-                yield head(states)
-
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device).to(self.dtype)  # in two steps: widened on the device, not before the copy
 

@@ -32,9 +32,8 @@ class HiddenStates(Sequence[Tensor]):
     def __init__(self, batches: Iterable[Tensor], num_bytes: int, *, memory: int, folder: Path) -> None:
         self._folder = folder
         self._kept: list[Tensor] = []
-        self._places: list[
-            tuple[int, torch.Size, torch.dtype, torch.device]
-        ] = []  # offset in the file, and what is there
+        # offset in the file, and what is there
+        self._places: list[tuple[int, torch.Size, torch.dtype, torch.device]] = []
         self._file = None
         if num_bytes <= memory:
             self._kept = list(batches)

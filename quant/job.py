@@ -176,7 +176,7 @@ def check_head(plan: QuantPlan, structure: ModelStructure, format: str) -> bool:
             f"the plan quantizes {structure.head}, which is the embedding itself: pass --untie to store the head by "
             "itself, or leave it in 16 bits"
         )
-    if scheme is not None and format != "compressed-tensors":
+    if scheme is not None and format != compressed_tensors.NAME:
         raise QtoolError(f"a quantized head ({structure.head}) is not written in the {format} format")
     return structure.head in plan.layers
 
@@ -192,7 +192,7 @@ def artifact_bytes(job: Job) -> int:
     planned = job.plan.num_bytes(job.shapes)
     kept = sum(job.weights.tensor_bytes(name) for name in kept_names(job))
     extra = 256 * len(job.weights.names())  # headers
-    if job.format != "compressed-tensors":  # these store zero points and group indices always
+    if job.format != compressed_tensors.NAME:  # these store zero points and group indices always
         extra += sum(4 * cols + rows * cols // 32 for rows, cols in job.shapes.values())
     return planned + kept + extra + sum(p.stat().st_size for p in companion_files(job.checkpoint.folder))
 

@@ -42,14 +42,6 @@ class Grid:
     scale: Tensor
     zero: Tensor | None
 
-    def column(self, group: int) -> tuple[Tensor, Tensor | None]:
-        """Scale [N] in float32 and zero [N] in float32 (or None) of one group."""
-        zero = None if self.zero is None else self.zero[:, group].float()
-        return self.scale[:, group].float(), zero
-
-    def rows(self, start: int, stop: int) -> Grid:
-        return Grid(self.scale[start:stop], None if self.zero is None else self.zero[start:stop])
-
 
 def concat_grids(parts: list[Grid]) -> Grid:
     """Stack grids along their rows; they must be all symmetric or all asymmetric."""

@@ -48,6 +48,9 @@ def command(
     ] = "auto",
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of the bootstrap and of lm-eval.")] = 0,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Ask both models everything; neither keep answers nor recall them.")
+    ] = False,
     quiet: Quiet = False,
     json_result: Json = False,
 ) -> int:
@@ -58,6 +61,7 @@ def command(
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
     from qtool.evalsets.compare import BUILT_IN, compare
     from qtool.evalsets.gate import Thresholds
+    from qtool.evalsets.kept import baseline_folder
     from qtool.evalsets.report import write_report
     from qtool.quant.textfile import check_folder
 
@@ -82,6 +86,7 @@ def command(
             device=device,
             seed=seed,
             progress=progress,
+            cache=None if no_cache else baseline_folder(),
         )
     page, document = write_report(result, out, ["qtool", *sys.argv[1:]])
     _print(reporter, result, page)
@@ -113,6 +118,8 @@ def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
         "noise floor KL": f"{noise.mean_kl:.2g}",
     }
     reporter.line("  ".join(f"{name}: {value}" for name, value in facts.items()))
+    if kept := [m for m in (result.base, result.candidate) if m.recalled]:
+        reporter.line("kept from an earlier run: " + "; ".join(f"{m.name}: {', '.join(m.recalled)}" for m in kept))
     for line in (*reasons(result), *result.notes):
         reporter.line(f"  {line}")
     reporter.line(f"{result.verdict.value}  (report: {page})")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from qtool.evalsets import statistics as st
-from qtool.evalsets.divergence import LogitSpool, WindowComparison, compare_windows, repeat_kl, spool_base
-from qtool.evalsets.fingerprint import environment, tokenizer_fingerprint
+from qtool.evalsets.divergence import WindowComparison
+from qtool.evalsets.fingerprint import answer_facts, environment, tokenizer_fingerprint
 from qtool.evalsets.gate import (
     GatedMetric,
     Thresholds,
@@ -26,12 +23,15 @@ from qtool.evalsets.gate import (
     task_metric,
 )
 from qtool.evalsets.grammar import grammar_set
-from qtool.evalsets.harness import QtoolLM, Served, TaskResult, named_tasks, run_choice_sets, run_named_tasks
-from qtool.evalsets.items import ChoiceSet, only_distinct, read_choice_set
+from qtool.evalsets.harness import Served, TaskResult, named_tasks
+from qtool.evalsets.items import only_distinct, read_choice_set
+from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import Distribution, describe
 from qtool.evalsets.statistics import Interval, Verdict
-from qtool.evalsets.windows import TextWindows, text_windows
+from qtool.evalsets.subject import NoiseFloor, Questions, Serve, Subject
+from qtool.evalsets.windows import text_windows
 from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
@@ -39,17 +39,14 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 
 BUILT_IN = "grammar"  # the name under which --tasks knows the built-in set
-NOISE_WINDOWS = 1
-NOISE_EVERY = 20  # one item in so many is asked twice
-
-Serve = Callable[[Path], Served]
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """One side of the comparison: what it is, and how fast it went through the evaluation.
 
-    `text_tokens_per_s` is prompt processing over the text windows; `seconds` is everything, loading included.
+    `text_tokens_per_s` is prompt processing over the text windows, when they were read; `seconds` is everything,
+    loading included. `recalled` names what an earlier run had answered: the text, and sets by name.
     """
 
     name: str
@@ -59,24 +56,7 @@ class ModelFacts:
     load_seconds: float
     text_tokens_per_s: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class NoiseFloor:
-    """The base against itself, computed twice through the same runtime in another order of requests.
-
-    Attributes:
-        mean_kl, max_kl: nats, over `tokens` tokens.
-        flips: answers that changed, of `items` asked twice; None where there is no set.
-        max_margin_change: of the right choice's lead over the best wrong one, in nats; None likewise.
-    """
-
-    mean_kl: float
-    max_kl: float
-    tokens: int
-    items: int = 0
-    flips: int | None = None
-    max_margin_change: float | None = None
+    recalled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,9 +120,14 @@ class Comparison:
         return plain
 
 
-def compare(
+def compare(base: str | Path, candidate: str | Path, **options: Any) -> Comparison:
+    """Measure both models as they are served, one after the other, and judge the candidate; see `compare_all`."""
+    return compare_all(base, [candidate], **options)[0]
+
+
+def compare_all(
     base: str | Path,
-    candidate: str | Path,
+    candidates: Sequence[str | Path],
     *,
     data: Path | None = None,
     windows: int = 8,
@@ -157,83 +142,119 @@ def compare(
     seed: int = 0,
     progress: ProgressFn = silent,
     serve: Serve | None = None,
-) -> Comparison:
-    """Measure both models as they are served, one after the other, and judge the candidate.
+    cache: Path | None = None,
+) -> list[Comparison]:
+    """Measure the base and every candidate as they are served, one after the other, and judge each candidate.
 
     Args:
-        base, candidate: folder, hub id or built-in name.
+        base, candidates: folder, hub id or built-in name.
         data: text for perplexity and divergence (.txt, or .jsonl with "text"); None: the standard library's.
         windows, context: how many windows of how many tokens of it.
         tasks: multiple-choice files, or "grammar" for the built-in set; may be empty.
         lm_eval_tasks: lm-eval's own tasks by name; `lm_eval_limit` items of each (None: all).
         thresholds: the gate's; None: the defaults.
         dtype, device: for the runtime; logits are compared in float32 whatever they are.
-        kv_cache_dtype: auto, int8 or float for the candidate's KV cache; the base's is as its checkpoint says.
+        kv_cache_dtype: auto, int8 or float for the candidates' KV cache; the base's is as its checkpoint says.
         seed: of the bootstrap and of lm-eval.
         serve: how a folder becomes a served model; None: `qtool.runtime.llm.LLM`.
+        cache: where answers are kept and recalled (`kept.baseline_folder()`); None: every model is asked everything.
+
+    Returns:
+        One comparison a candidate, in their order.
 
     Raises:
         QtoolError: before any model is loaded: bad input, damaged checkpoints, or tokenizers that differ.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     limits = thresholds or Thresholds()
-    sets = [grammar_set() if str(t) == BUILT_IN else read_choice_set(Path(t)) for t in tasks]
+    if not candidates:
+        raise QtoolError("nothing to compare with the base: name at least one candidate")
+    sets = tuple(grammar_set() if str(t) == BUILT_IN else read_choice_set(Path(t)) for t in tasks)
     only_distinct(sets)
-    folders = (resolve_model(base, progress=progress), resolve_model(candidate, progress=progress))
+    folders = [resolve_model(model, progress=progress) for model in (base, *candidates)]
     described = [_describe(folder) for folder in folders]
-    tokenizer, tokenizer_hash = _shared_tokenizer(*folders)
+    tokenizer, tokenizer_hash = _shared_tokenizer(folders[0], folders[1:])
     text = text_windows(tokenizer, data, windows=windows, context=context)
     manager = named_tasks(lm_eval_tasks)
-    serve_base = serve or _runtime(dtype, device, seed)
-    serve_candidate = serve or _runtime(dtype, device, seed, kv_cache_dtype)
-    run = _Run(text, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed, progress)
+    asked = Questions(text, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed)
 
-    with LogitSpool() as spool:
-        base_tasks, noise, base_speed = run.measure_base(serve_base, folders[0], spool)
-        compared, candidate_tasks, candidate_speed = run.measure_candidate(serve_candidate, folders[1], spool)
+    def subject(index: int, kv: str) -> Subject:
+        role = "candidate" if index else "base"
+        with Checkpoint(folders[index]) as checkpoint:
+            facts = answer_facts(
+                checkpoint, tokenizer_hash, dtype=dtype, kv_cache_dtype=kv, device=resolve_device(device)
+            )
+        who = role if len(candidates) == 1 or not index else f"candidate {index}"
+        how = serve or _runtime(dtype, device, seed, kv)
+        return Subject(who, folders[index], how, asked, Kept(cache, {"role": role, **facts}), progress)
 
-    metrics = [
-        divergence_metric(compared.window_means("kl"), limits, seed=seed),
-        perplexity_metric(compared.window_means("base_nll"), compared.window_means("candidate_nll"), limits, seed=seed),
-        *(task_metric(b, c, limits, seed=seed) for b, c in zip(base_tasks, candidate_tasks, strict=True)),
-    ]
-    judged = judge_all(metrics)
-    return Comparison(
-        verdict=st.overall([m.verdict for m in judged]),
-        metrics=tuple(judged),
-        divergence=_divergence(compared, seed),
-        noise=noise,
-        base=ModelFacts(str(base), *described[0], *base_speed),
-        candidate=ModelFacts(str(candidate), *described[1], *candidate_speed),
-        tasks=tuple(zip(base_tasks, candidate_tasks, strict=True)),
-        windows=compared,
-        schemes=layer_schemes(folders[1]),
-        settings={
-            "text": {"source": text.source, "windows": windows, "context": context, "fingerprint": text.fingerprint},
-            "tasks": [
-                {
-                    "name": s.name,
-                    "source": s.source,
-                    "items": len(s.items),
-                    "chance": s.chance,
-                    "fingerprint": s.fingerprint,
-                }
-                for s in sets
-            ],
-            "lm_eval_tasks": list(lm_eval_tasks),
-            "lm_eval_limit": lm_eval_limit,
-            "tokenizer": tokenizer_hash,
-            "thresholds": asdict(limits),
-            "alpha": st.ALPHA,
-            "resamples": st.RESAMPLES,
-            "dtype": dtype,
-            "kv_cache_dtype": kv_cache_dtype,
-            "device": device,
-            "seed": seed,
-        },
-        environment=environment(),
-        started=started,
-        notes=tuple(_notes(judged)),
+    settings = {
+        "text": {"source": text.source, "windows": windows, "context": context, "fingerprint": text.fingerprint},
+        "tasks": [
+            {
+                "name": s.name,
+                "source": s.source,
+                "items": len(s.items),
+                "chance": s.chance,
+                "fingerprint": s.fingerprint,
+            }
+            for s in sets
+        ],
+        "lm_eval_tasks": list(lm_eval_tasks),
+        "lm_eval_limit": lm_eval_limit,
+        "tokenizer": tokenizer_hash,
+        "thresholds": asdict(limits),
+        "alpha": st.ALPHA,
+        "resamples": st.RESAMPLES,
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "device": device,
+        "seed": seed,
+    }
+    first = subject(0, "auto")
+    comparisons = []
+    with first.logits() as spool:
+        base_tasks = first.answers()
+        noise = first.noise(spool, base_tasks)
+        base_facts = _model_facts(str(base), described[0], first)
+        first.release()
+        for index, candidate in enumerate(candidates, 1):
+            other = subject(index, kv_cache_dtype)
+            compared, other_tasks = other.compare_text(spool, first.kept.key), other.answers()
+            other_facts = _model_facts(str(candidate), described[index], other)
+            other.release()
+            judged = judge_all(
+                [
+                    divergence_metric(compared.window_means("kl"), limits, seed=seed),
+                    perplexity_metric(
+                        compared.window_means("base_nll"), compared.window_means("candidate_nll"), limits, seed=seed
+                    ),
+                    *(task_metric(b, c, limits, seed=seed) for b, c in zip(base_tasks, other_tasks, strict=True)),
+                ]
+            )
+            comparisons.append(
+                Comparison(
+                    verdict=st.overall([m.verdict for m in judged]),
+                    metrics=tuple(judged),
+                    divergence=_divergence(compared, seed),
+                    noise=noise,
+                    base=base_facts,
+                    candidate=other_facts,
+                    tasks=tuple(zip(base_tasks, other_tasks, strict=True)),
+                    windows=compared,
+                    schemes=layer_schemes(folders[index]),
+                    settings=settings,
+                    environment=environment(),
+                    started=started,
+                    notes=tuple(_notes(judged)),
+                )
+            )
+    return comparisons
+
+
+def _model_facts(name: str, described: tuple[str, int, str], subject: Subject) -> ModelFacts:
+    return ModelFacts(
+        name, *described, subject.load_seconds, subject.text_tokens_per_s, subject.seconds, tuple(subject.recalled)
     )
 
 
@@ -256,100 +277,17 @@ def _describe(folder: Path) -> tuple[str, int, str]:
         return model_fingerprint(checkpoint), checkpoint.num_bytes(), str(method)
 
 
-def _shared_tokenizer(base: Path, candidate: Path) -> tuple[Any, str]:
-    """The tokenizer of both models and its fingerprint. Raises QtoolError where they differ."""
+def _shared_tokenizer(base: Path, candidates: Sequence[Path]) -> tuple[Any, str]:
+    """The tokenizer of all models and its fingerprint. Raises QtoolError where one differs."""
     tokenizer = load_tokenizer(base)
-    fingerprints = [tokenizer_fingerprint(t) for t in (tokenizer, load_tokenizer(candidate))]
-    if fingerprints[0] != fingerprints[1]:
-        raise QtoolError(
-            f"{base} and {candidate} have different tokenizers or chat templates, so their results cannot be compared; "
-            "compare a model with a quantization of itself"
-        )
-    return tokenizer, fingerprints[0]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What both models are asked."""
-
-    text: TextWindows
-    sets: list[ChoiceSet]
-    manager: Any
-    lm_eval_tasks: tuple[str, ...]
-    lm_eval_limit: int | None
-    tokenizer: Any
-    seed: int
-    progress: ProgressFn
-
-    def measure_base(
-        self, serve: Serve, folder: Path, spool: LogitSpool
-    ) -> tuple[list[TaskResult], NoiseFloor, tuple[float, float, float]]:
-        """The base's logits into the spool; its answers, its noise floor, and (load s, tokens/s, all s)."""
-        start = time.monotonic()
-        served = serve(folder)
-        loaded = time.monotonic()
-        self._check_fits(served, folder)
-        spool_base(served, self.text.tokens, spool, progress=self.progress)
-        read = time.monotonic()
-        results = self._answers(served, "base")
-        noise = self._noise(served, spool, results)
-        speed = (loaded - start, self.text.tokens.numel() / (read - loaded), time.monotonic() - start)
-        del served
-        _release()
-        return results, noise, speed
-
-    def measure_candidate(
-        self, serve: Serve, folder: Path, spool: LogitSpool
-    ) -> tuple[WindowComparison, list[TaskResult], tuple[float, float, float]]:
-        """The candidate's token scores against the spool, its answers, and (load s, tokens/s, all s)."""
-        start = time.monotonic()
-        served = serve(folder)
-        loaded = time.monotonic()
-        self._check_fits(served, folder)
-        compared = compare_windows(served, self.text.tokens, spool, self.tokenizer, progress=self.progress)
-        read = time.monotonic()
-        results = self._answers(served, "candidate")
-        speed = (loaded - start, self.text.tokens.numel() / (read - loaded), time.monotonic() - start)
-        del served
-        _release()
-        return compared, results, speed
-
-    def _check_fits(self, served: Served, folder: Path) -> None:
-        context = self.text.tokens.shape[1]
-        if context > served.max_model_len:
-            raise QtoolError(f"--context {context}: {folder} takes {served.max_model_len} tokens at most")
-
-    def _lm(self, served: Served, who: str) -> QtoolLM:
-        def progress(what: str, done: int, total: int) -> None:
-            self.progress(f"{who}: {what}", done, total)
-
-        return QtoolLM(served=served, tokenizer=self.tokenizer, progress=progress)
-
-    def _answers(self, served: Served, who: str) -> list[TaskResult]:
-        lm = self._lm(served, who)
-        own = run_choice_sets(lm, self.sets, seed=self.seed)
-        return own + run_named_tasks(lm, self.lm_eval_tasks, self.manager, limit=self.lm_eval_limit, seed=self.seed)
-
-    def _noise(self, served: Served, spool: LogitSpool, first: list[TaskResult]) -> NoiseFloor:
-        kl = repeat_kl(served, self.text.tokens, spool, count=NOISE_WINDOWS)
-        floor = (kl.double().mean().item(), kl.max().item(), len(kl))
-        if not self.sets:
-            return NoiseFloor(*floor)
-        some = self.sets[0].items[::NOISE_EVERY][::-1]
-        again = run_choice_sets(
-            self._lm(served, "base again"), [ChoiceSet(self.sets[0].name, some, self.sets[0].source)], seed=self.seed
-        )[0]
-        before = first[0]
-        flips = sum(again.scores[i] != before.scores[i] for i in again.scores)
-        margins = [abs(again.margins[i] - before.margins[i]) for i in again.scores if again.margins and before.margins]
-        return NoiseFloor(*floor, items=len(some), flips=flips, max_margin_change=max(margins, default=None))
-
-
-def _release() -> None:
-    """Give back what the model that was just dropped held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for candidate in candidates:
+        if tokenizer_fingerprint(load_tokenizer(candidate)) != fingerprint:
+            raise QtoolError(
+                f"{base} and {candidate} have different tokenizers or chat templates, so their results cannot be "
+                "compared; compare a model with a quantization of itself"
+            )
+    return tokenizer, fingerprint
 
 
 def _divergence(compared: WindowComparison, seed: int) -> Divergence:

@@ -1,15 +1,19 @@
 """Token-level comparison of two served models on windows of text, with one model in memory at a time.
 
-The base's logits are put on disk (float32, in an unnamed temporary file that vanishes with the process); the
-candidate is compared with them window by window. llama.cpp's perplexity tool works in the same two passes.
+The base's logits are put on disk in float32 (kept for later runs, or in an unnamed temporary file that vanishes with
+the process); the candidate is compared with them window by window. llama.cpp's perplexity tool works in the same two
+passes.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,12 +32,40 @@ SHOWN_CHOICES = 3
 
 
 class LogitSpool:
-    """Logits of some windows on disk: each [positions, vocab] float32. Use it as a context."""
+    """Logits of some windows on disk: each [positions, vocab] float32. Use it as a context.
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+    Without a path the file has no name and vanishes with the process; with one it appears there when `seal` is called.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._partial = None if path is None else path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._file = tempfile.TemporaryFile() if self._partial is None else self._partial.open("w+b")  # noqa: SIM115
         self._shape: tuple[int, int] | None = None
-        self._count = 0
+        self.checksums: list[int] = []  # one a window
+
+    @classmethod
+    def open(cls, path: Path, shape: tuple[int, int], checksums: Sequence[int]) -> LogitSpool:
+        """Windows that were kept at `path`, each of `shape`. Raises ValueError where they are damaged."""
+        spool = cls.__new__(cls)
+        spool._path, spool._partial, spool._file = path, None, path.open("r+b")
+        spool._shape, spool.checksums = (int(shape[0]), int(shape[1])), list(checksums)
+        for index, checksum in enumerate(spool.checksums):
+            flat = spool._read(index)
+            if flat.nbytes != spool.positions * spool.vocab * 4 or zlib.crc32(flat.data) != checksum:
+                spool._file.close()
+                raise ValueError(f"the logits of window {index} in {path.name} differ from what was kept")
+        os.utime(path)
+        return spool
+
+    @property
+    def kept(self) -> bool:
+        """Whether the file has a name for later runs."""
+        return self._path is not None and self._partial is None
+
+    @property
+    def positions(self) -> int:
+        return self._shape[0] if self._shape else 0
 
     @property
     def vocab(self) -> int:
@@ -53,17 +85,27 @@ class LogitSpool:
         """Add the next window's logits [positions, vocab]."""
         self._shape = (logits.shape[0], logits.shape[1])
         self._file.seek(0, 2)
-        logits.float().cpu().contiguous().numpy().tofile(self._file)
-        self._count += 1
+        values = logits.float().cpu().contiguous().numpy()
+        values.tofile(self._file)
+        self.checksums.append(zlib.crc32(values.data))
+
+    def seal(self) -> None:
+        """All windows are there: give the file its name."""
+        if self._partial is not None and self._path is not None:
+            self._file.flush()
+            self._partial.replace(self._path)
+            self._partial = None
 
     def window(self, index: int) -> Tensor:
         """The logits of one window, [positions, vocab] float32. Raises IndexError where there is none."""
-        if self._shape is None or not 0 <= index < self._count:
+        if self._shape is None or not 0 <= index < len(self.checksums):
             raise IndexError(index)
-        size = self._shape[0] * self._shape[1]
+        return torch.from_numpy(self._read(index)).view(self._shape)
+
+    def _read(self, index: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        size = self.positions * self.vocab
         self._file.seek(index * size * 4)
-        flat = np.fromfile(self._file, dtype=np.float32, count=size)
-        return torch.from_numpy(flat).view(self._shape)
+        return np.fromfile(self._file, dtype=np.float32, count=size)
 
     def __enter__(self) -> LogitSpool:
         return self
@@ -72,6 +114,8 @@ class LogitSpool:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -116,20 +160,42 @@ def _logits(served: Served, tokens: Tensor) -> Iterator[Tensor]:
         yield logits[:-1]
 
 
-def spool_base(served: Served, tokens: Tensor, spool: LogitSpool, *, progress: ProgressFn = silent) -> None:
-    """Put the base's logits for `tokens` [windows, context] on disk.
+def spool_base(
+    served: Served,
+    tokens: Tensor,
+    path: Path | None = None,
+    room: Callable[[int], bool] = lambda size: False,
+    *,
+    progress: ProgressFn = silent,
+) -> LogitSpool:
+    """The base's logits for `tokens` [windows, context] on disk: at `path` where `room(bytes)` allows, else unnamed.
 
     Raises:
         QtoolError: no room on the disk, or logits that are not finite numbers.
     """
     windows, context = tokens.shape
-    for index, logits in enumerate(_logits(served, tokens)):
-        if index == 0:
-            spool.reserve(windows, context - 1, logits.shape[1])
-        if not torch.isfinite(logits).all():
-            raise QtoolError(f"the base model gives logits that are not finite numbers (window {index}): a broken base")
-        spool.append(logits)
-        progress("base: text", index + 1, windows)
+    spool: LogitSpool | None = None
+    try:
+        for index, logits in enumerate(_logits(served, tokens)):
+            if spool is None:
+                size = windows * (context - 1) * logits.shape[1] * 4
+                named = path is not None and room(size)
+                spool = LogitSpool(path if named else None)
+                if not named:
+                    spool.reserve(windows, context - 1, logits.shape[1])
+            if not torch.isfinite(logits).all():
+                raise QtoolError(
+                    f"the base model gives logits that are not finite numbers (window {index}): a broken base"
+                )
+            spool.append(logits)
+            progress("base: text", index + 1, windows)
+        assert spool is not None  # there are windows: text_windows sees to it
+        spool.seal()
+    except BaseException:
+        if spool is not None:
+            spool.__exit__(None, None, None)
+        raise
+    return spool
 
 
 def repeat_kl(served: Served, tokens: Tensor, spool: LogitSpool, *, count: int) -> Tensor:
@@ -143,7 +209,13 @@ def repeat_kl(served: Served, tokens: Tensor, spool: LogitSpool, *, count: int) 
 
 
 def compare_windows(
-    served: Served, tokens: Tensor, spool: LogitSpool, tokenizer: Any, *, progress: ProgressFn = silent
+    served: Served,
+    tokens: Tensor,
+    spool: LogitSpool,
+    tokenizer: Any,
+    *,
+    who: str = "candidate",
+    progress: ProgressFn = silent,
 ) -> WindowComparison:
     """Compare the candidate's logits for `tokens` [windows, context] with the base's on disk.
 
@@ -162,7 +234,7 @@ def compare_windows(
         scores.append(token_scores(base, logits, targets))
         top = scores[-1].kl.nan_to_num(nan=torch.inf).topk(min(WORST, len(targets))).indices.tolist()
         worst += [_position(index, at, scores[-1], base[at], logits[at], tokens[index], tokenizer) for at in top]
-        progress("candidate: text", index + 1, len(tokens))
+        progress(f"{who}: text", index + 1, len(tokens))
     worst.sort(key=lambda p: -p.kl)
     return WindowComparison(tuple(scores), tuple(worst[:WORST]))
 

@@ -333,6 +333,9 @@ def _reproduce_section(c: Comparison, command: Sequence[str]) -> str:
             f"{who} {m.text_tokens_per_s:,.0f} prompt tokens/s ({m.seconds:.0f} s, {m.load_seconds:.0f} s to load)"
             for who, m in (("base", c.base), ("candidate", c.candidate))
         ),
+        "kept from an earlier run": "; ".join(
+            f"{who}: {', '.join(m.recalled) or 'nothing'}" for who, m in (("base", c.base), ("candidate", c.candidate))
+        ),
         "machine": f"{env['platform']}, {env['cpus']} CPUs, {env['threads']} threads"
         + (f", {', '.join(env['gpus'])}" if env["gpus"] else ""),
         "versions": f"Python {env['python']}, " + ", ".join(f"{k} {v}" for k, v in env["versions"].items()),

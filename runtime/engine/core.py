@@ -80,8 +80,6 @@ class EngineCore:
         self._run_ahead = run_ahead
         self._ahead: _Ahead | None = None
         self._requests: dict[str, Request] = {}
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
         self._num_steps = 0
 
     def add_request(self, request: Request) -> None:
@@ -143,16 +141,6 @@ class EngineCore:
             for request in changed:
                 self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
         else:
-            for work, result in zip(scheduled, results):
-                if work.padding:
-                    continue
-                request = work.request
-                if result.error is not None:
-                    log.error("request %s ends with an error: %s", request.request_id, result.error)
-                if (prompt_left := request.num_prompt_tokens - work.start) > 0:
-                    self._prompt_tokens += min(work.num_tokens, prompt_left)
-                if result.token_id is not None and request.status is not Status.FINISHED:
-                    self._generation_tokens += 1
             changed = self.scheduler.update(scheduled, results)
         for request in changed:
             if request.status is Status.FINISHED:
@@ -180,8 +168,8 @@ class EngineCore:
             kv_slots_allocated=allocated,
             kv_slots_filled=allocated - self.kv.num_unfilled_slots(),
             num_preemptions=self.scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            prompt_tokens=self.scheduler.prompt_tokens,
+            generation_tokens=self.scheduler.generation_tokens,
             num_steps=self._num_steps,
             prefix_cache_queries=self.kv.prefix_queries,
             prefix_cache_hits=self.kv.prefix_hits,

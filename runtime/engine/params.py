@@ -92,6 +92,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def greedy_argmax(self) -> bool:
+        """The next token is the likeliest one of the raw logits, and nothing but its id is wanted."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return self.greedy and not penalties and self.min_tokens == 0 and self.logprobs is None
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

@@ -34,8 +34,13 @@ class Request:
         num_scored: scored positions so far (a recomputation does not score again).
         sample_seed: seed of this request's random stream; with the position it decides the draw.
         rank: the lower, the sooner it is served; set when it is queued (engine/policy.py).
+        max_num_tokens: prompt and output tokens with which it ends; set when it is queued.
+        may_run_ahead: its next token can be computed before this one is known to the host: nothing but the token itself
+            goes in.
         num_computed_tokens: with those of a step that is still on the device.
         num_in_flight: tokens that such steps sample: they count, but nobody has seen them yet.
+        block_table, num_slots: its KV blocks in order while it runs, and the tokens that they hold; kept by the
+            KVCacheManager.
     """
 
     request_id: str
@@ -48,11 +53,16 @@ class Request:
     sample_seed: int = 0
     rank: tuple[float, int] = (0.0, 0)
     token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = 0
+    may_run_ahead: bool = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: list[Any] = field(default_factory=list)
     num_scored: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    block_table: list[int] = field(default_factory=list)
+    num_slots: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -65,10 +75,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.may_run_ahead = self.params.greedy_argmax and self.score_from is None
 
     @property
     def num_tokens(self) -> int:
@@ -78,13 +86,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Its next token can be computed before this one is known to the host: nothing but the token itself goes in."""
-        p = self.params
-        plain = p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and p.min_tokens == 0
-        return p.greedy and plain and p.logprobs is None and self.score_from is None
 
     @property
     def output_token_ids(self) -> list[int]:

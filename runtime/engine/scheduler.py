@@ -10,6 +10,7 @@ never preempted for another and fits when it runs alone, so it always ends: noth
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from qtool.runtime.engine.request import Request, ScheduledRequest, Status, Step
 ADMIT_SHARE = 16
 """Where more requests wait than fit, admit them once one in so many seats is free: prompts in one step cost less than
 prompts in every step, and those that wait would wait anyway."""
+
+log = logging.getLogger(__name__)
 
 _RANK = attrgetter("rank")
 
@@ -72,6 +75,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of rank, like those that run
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.prompt_tokens = 0  # computed
+        self.generation_tokens = 0
         self._arrivals = itertools.count()
         # The longest request: it fits when it runs alone.
         self.room = min(config.max_model_len, kv.pool.num_blocks * kv.block_size)
@@ -84,6 +89,7 @@ class Scheduler:
                 + (" with room for one output token: " if request.generate else ": ")
                 + "shorten the prompt or start with a larger max_model_len"
             )
+        request.max_num_tokens = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
         request.rank = (POLICIES[self.config.policy](request), next(self._arrivals))
         insort(self.waiting, request, key=_RANK)
 
@@ -110,56 +116,51 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRequest]:
         """The next step's work; empty when there is nothing to do. Blocks for it are allocated."""
-        budget = self.config.max_num_batched_tokens
         scheduled: dict[Request, ScheduledRequest] = {}
-        preempted = False
+        before = self.num_preemptions
         # A decode is one token behind: all of them go first, so that no long prefill holds them up.
-        decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self.running:
-            behind = len(request.token_ids) + request.num_in_flight - request.num_computed_tokens
-            (prefills if behind > 1 else decodes).append(request)
-        most = self._most_tokens(len(prefills))
-        for request in itertools.chain(decodes, prefills):
+        for request in list(self.running):
+            in_flight, start = request.num_in_flight, request.num_computed_tokens
+            total = len(request.token_ids) + in_flight
+            if (
+                request.status is not Status.RUNNING
+            ):  # preempted a moment ago, in this loop, or a static batch's padding
+                if request.status is Status.FINISHED and start:
+                    scheduled[request] = ScheduledRequest(request, start - 1, 1, request.block_table, False, True)
+            elif total - start > 1:
+                prefills.append(request)
+            elif in_flight and total >= request.max_num_tokens:
+                pass  # the token that a step on the device samples is the last one it may have
+            elif total <= request.num_slots or self._make_room(request, total, scheduled):
+                scheduled[request] = ScheduledRequest(request, start, 1, request.block_table, request.generate)
+        limit = self.config.max_num_batched_tokens
+        budget = limit - len(scheduled)
+        most = limit if len(prefills) + len(self.waiting) <= 1 else max(1, int(limit * self.config.request_share))
+        for request in prefills:
             if budget == 0:
                 break
             if request.status is Status.WAITING:
-                continue  # preempted a moment ago, in this loop
-            if request.status is Status.FINISHED:
-                if request.num_computed_tokens == 0:
-                    continue
-                last = request.num_computed_tokens - 1
-                table = self.kv.block_table(request)
-                scheduled[request] = ScheduledRequest(request, last, 1, table, sample=False, padding=True)
-                budget -= 1
                 continue
-            if request.num_in_flight and self._ends_in_flight(request):
-                continue
-            behind = len(request.token_ids) + request.num_in_flight - request.num_computed_tokens
-            num_tokens = behind if behind <= 1 else min(behind, budget, most)
-            while not self.kv.grow(request, request.num_computed_tokens + num_tokens):
-                victim = self.running[-1]
-                if dropped := scheduled.pop(victim, None):
-                    budget += dropped.num_tokens
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, most)
+            if self._make_room(request, request.num_computed_tokens + num_tokens, scheduled):
                 scheduled[request] = self._work(request, num_tokens)
-                budget -= num_tokens
-        if not preempted:
+            budget = limit - sum(work.num_tokens for work in scheduled.values())
+        if self.num_preemptions == before:
             budget = self._admit(scheduled, budget, most)
-        if budget and most < self.config.max_num_batched_tokens:
+        if budget and most < limit:
             self._spread(scheduled, budget)
         return list(scheduled.values())
 
-    def _most_tokens(self, num_prefills: int) -> int:
-        """Most tokens of one request in a step; a cap only where prompts compete for them."""
-        budget = self.config.max_num_batched_tokens
-        if num_prefills + len(self.waiting) <= 1:
-            return budget
-        return max(1, int(budget * self.config.request_share))
+    def _make_room(self, request: Request, num_tokens: int, scheduled: dict[Request, ScheduledRequest]) -> bool:
+        """Blocks for a request, taken from those of the highest rank where none is free; False: from itself."""
+        while not self.kv.grow(request, num_tokens):
+            victim = self.running[-1]
+            scheduled.pop(victim, None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
 
     def _spread(self, scheduled: dict[Request, ScheduledRequest], budget: int) -> None:
         """Give what is left of the budget to those that were capped."""
@@ -177,7 +178,7 @@ class Scheduler:
         thrown out for each other; nobody overtakes it meanwhile.
         """
         static = self.config.static_batching
-        if static and self.running:
+        if not self.waiting or (static and self.running):
             return budget
         free = self.config.max_num_seqs - len(self.running)
         if not static and free < min(len(self.waiting), self.config.max_num_seqs // ADMIT_SHARE):
@@ -188,8 +189,7 @@ class Scheduler:
             request = self.waiting[0]
             if static:
                 # Request-level batching reserves the longest possible output up front.
-                longest = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
-                reserved += self.kv.blocks_for(longest)
+                reserved += self.kv.blocks_for(request.max_num_tokens)
                 if reserved > self.kv.pool.num_blocks:
                     break
             self.kv.admit(request)
@@ -216,12 +216,7 @@ class Scheduler:
     def _work(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
         sample = request.generate and start + num_tokens == request.num_tokens
-        return ScheduledRequest(request, start, num_tokens, self.kv.block_table(request), sample)
-
-    def _ends_in_flight(self, request: Request) -> bool:
-        """The token that a step on the device samples is the last one the request may have."""
-        outputs = request.num_output_tokens + request.num_in_flight
-        return outputs >= request.params.max_tokens or request.num_tokens >= self.room
+        return ScheduledRequest(request, start, num_tokens, request.block_table, sample)
 
     def launched(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Count a step as computed although its results are still to come, so that the next one can be scheduled."""
@@ -241,45 +236,46 @@ class Scheduler:
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[Request]:
         """Enter a step's results; returns the requests that have something new (a token, or their end)."""
         changed = []
+        block_size = self.kv.block_size
         for work, result in zip(scheduled, results, strict=True):
             request = work.request
             if work.padding or request.status is Status.FINISHED:
                 continue
             if result.error is not None:
+                log.error("request %s ends with an error: %s", request.request_id, result.error)
                 self.finish(request, "error", result.error)
                 changed.append(request)
                 continue
+            start, done = work.start, work.start + work.num_tokens
+            if start < request.num_prompt_tokens:
+                self.prompt_tokens += min(done, request.num_prompt_tokens) - start
             if request.num_in_flight:
                 request.num_in_flight -= work.sample
             if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
-                done = work.start + work.num_tokens
-                if request.num_computed_tokens < done:
+                if done > request.num_computed_tokens:
                     request.num_computed_tokens = done
-                self.kv.publish(request, done)
+                if done // block_size > start // block_size:
+                    self.kv.publish(request, done)
             if result.num_scored:
                 request.prompt_scores.extend(result.prompt_scores)
                 request.num_scored += result.num_scored
-            if result.token_id is not None:
-                self._append(request, result)
+            token = result.token_id
+            if token is not None:
+                request.token_ids.append(token)
+                self.generation_tokens += 1
+                if result.logprobs is not None:
+                    request.logprobs.append(result.logprobs)
+                if request.first_token is None:
+                    request.first_token = time.monotonic()
+                if token in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
+                    self.finish(request, "stop", token)
+                elif len(request.token_ids) >= request.max_num_tokens:
+                    self.finish(request, "length")
                 changed.append(request)
             elif not request.generate and request.num_computed_tokens == request.num_tokens:
                 self.finish(request, "stop")
                 changed.append(request)
         return changed
-
-    def _append(self, request: Request, result: StepResult) -> None:
-        token = result.token_id
-        assert token is not None
-        request.token_ids.append(token)
-        if result.logprobs is not None:
-            request.logprobs.append(result.logprobs)
-        if request.first_token is None:
-            request.first_token = time.monotonic()
-        count = request.num_output_tokens
-        if token in request.stop_token_ids and count > request.params.min_tokens:
-            self.finish(request, "stop", token)
-        elif count >= request.params.max_tokens or len(request.token_ids) >= self.room:
-            self.finish(request, "length")
 
 
 def _remove(requests: list[Request], request: Request) -> None:

@@ -64,8 +64,8 @@ class Clockwork:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ttft`: seconds from arrival to the first token, of each request; of the urgent ones again. Utilisation: share of the time that the device
-    was busy. `rows`: requests in a step, averaged over the busy time."""
+    """`ttft`: seconds from arrival to the first token, of each request; of the urgent ones again. Utilisation: share of
+    the time that the device was busy. `rows`: requests in a step, averaged over the busy time."""
 
     ttft: np.ndarray
     urgent_ttft: np.ndarray
@@ -151,9 +151,7 @@ def main() -> None:
     parser.add_argument("--context-token-us", type=float, default=0.03)
     args = parser.parse_args()
     step_time = StepTime(args.step_us * 1e-6, args.token_us * 1e-6, args.context_token_us * 1e-6)
-    print(
-        "trace | speed | policy | utilisation | rows a step | TTFT p50, p99 (s) | p99 of the urgent | preemptions | host s"
-    )
+    print("trace | speed | policy | utilisation | rows a step | TTFT p50, p99 (s) | urgent p99 | preemptions | host s")
     for path in sorted(args.folder.glob("*.csv")) if args.folder.is_dir() else [args.folder]:
         trace = read_trace(path, args.max_model_len)
         for speed in args.speeds:

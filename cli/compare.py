@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from qtool.cli.engine_options import check_kv_cache_dtype
 
 if TYPE_CHECKING:
     from qtool.evalsets.compare import Comparison
+    from qtool.evalsets.gate import Thresholds
 
 _EXITS = {"PASS": EXIT_PASS, "FAIL": EXIT_FAIL}
 
@@ -38,9 +40,19 @@ def command(
     lm_eval_limit: Annotated[
         int | None, typer.Option("--lm-eval-limit", min=2, help="Items of each lm-eval task; default: all.")
     ] = None,
-    max_kl: Annotated[float, typer.Option(help="Gate: mean KL per token, nats.")] = 0.1,
-    max_ppl_increase: Annotated[float, typer.Option(help="Gate: increase of perplexity, percent.")] = 3.0,
-    max_drop: Annotated[float, typer.Option(help="Gate: drop of accuracy, points.")] = 2.0,
+    gate: Annotated[
+        str,
+        typer.Option("--gate", help="2% (accuracy in points, perplexity in percent), or a TOML file: docs/gate.md."),
+    ] = "",
+    max_kl: Annotated[
+        float | None, typer.Option(help="Gate: mean KL per token, nats.  [default: 0.1]", show_default=False)
+    ] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(help="Gate: increase of perplexity, percent.  [default: 3]", show_default=False)
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Gate: drop of accuracy, points.  [default: 2]", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for report.html and compare.json.")] = Path("compare-report"),
     dtype: Annotated[str, typer.Option(help="Activations: auto (as served), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
@@ -60,13 +72,13 @@ def command(
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
     from qtool.evalsets.compare import BUILT_IN, compare
-    from qtool.evalsets.gate import Thresholds
     from qtool.evalsets.kept import baseline_folder
     from qtool.evalsets.report import write_report
     from qtool.quant.textfile import check_folder
 
     check_kv_cache_dtype(kv_cache_dtype)
     check_folder(out)
+    thresholds = _thresholds(gate, max_kl, max_ppl_increase, max_drop)
     sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
     reporter = Reporter(quiet, json_result)
@@ -80,7 +92,7 @@ def command(
             tasks=sets,
             lm_eval_tasks=names,
             lm_eval_limit=lm_eval_limit,
-            thresholds=Thresholds(max_kl, max_ppl_increase / 100, max_drop / 100),
+            thresholds=thresholds,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             device=device,
@@ -94,6 +106,20 @@ def command(
     return _EXITS.get(result.verdict, EXIT_INCONCLUSIVE)
 
 
+def _thresholds(gate: str, max_kl: float | None, max_ppl_increase: float | None, max_drop: float | None) -> Thresholds:
+    """The gate's, where an option of its own overrides what --gate says."""
+    from qtool.evalsets.gate import Thresholds
+    from qtool.evalsets.gatefile import read_gate
+
+    limits = read_gate(gate) if gate else Thresholds()
+    return replace(
+        limits,
+        max_kl=limits.max_kl if max_kl is None else max_kl,
+        max_ppl_increase=limits.max_ppl_increase if max_ppl_increase is None else max_ppl_increase / 100,
+        max_drop=limits.max_drop if max_drop is None else max_drop / 100,
+    )
+
+
 def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
     from qtool.evalsets.report import HEADER, change, megabytes, metric_row, reasons
 
@@ -105,9 +131,10 @@ def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
         for r, m in zip(rows, result.metrics)
     ]
     reporter.table(title, ("metric", "base", "candidate", "change", "limit", "verdict"), shown)
+    level = 100 * (1 - 2 * result.settings["alpha"])
     for row in rows:
         reporter.line(
-            f"{row['metric']}: 90 % interval {row['90 % interval']}, p {row['p']}, after Holm {row['p (Holm)']}"
+            f"{row['metric']}: {level:g} % interval {row['interval']}, p {row['p']}, after Holm {row['p (Holm)']}"
         )
     d, noise = result.divergence, result.noise
     facts: dict[str, Any] = {

@@ -21,6 +21,7 @@ from qtool.evalsets.gate import (
     judge_all,
     perplexity_metric,
     task_metric,
+    verdict_of,
 )
 from qtool.evalsets.grammar import grammar_set
 from qtool.evalsets.harness import Served, TaskResult, named_tasks
@@ -176,6 +177,7 @@ def compare_all(
     tokenizer, tokenizer_hash = _shared_tokenizer(folders[0], folders[1:])
     text = text_windows(tokenizer, data, windows=windows, context=context)
     manager = named_tasks(lm_eval_tasks)
+    limits.check_tasks([*(s.name for s in sets), *(manager.all_tasks if manager else ())])
     asked = Questions(text, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed)
 
     def subject(index: int, kv: str) -> Subject:
@@ -204,7 +206,7 @@ def compare_all(
         "lm_eval_limit": lm_eval_limit,
         "tokenizer": tokenizer_hash,
         "thresholds": asdict(limits),
-        "alpha": st.ALPHA,
+        "alpha": limits.alpha,
         "resamples": st.RESAMPLES,
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
@@ -230,13 +232,14 @@ def compare_all(
                         compared.window_means("base_nll"), compared.window_means("candidate_nll"), limits, seed=seed
                     ),
                     *(task_metric(b, c, limits, seed=seed) for b, c in zip(base_tasks, other_tasks, strict=True)),
-                ]
+                ],
+                limits.alpha,
             )
             comparisons.append(
                 Comparison(
-                    verdict=st.overall([m.verdict for m in judged]),
+                    verdict=verdict_of(judged),
                     metrics=tuple(judged),
-                    divergence=_divergence(compared, seed),
+                    divergence=_divergence(compared, seed, limits.alpha),
                     noise=noise,
                     base=base_facts,
                     candidate=other_facts,
@@ -290,14 +293,14 @@ def _shared_tokenizer(base: Path, candidates: Sequence[Path]) -> tuple[Any, str]
     return tokenizer, fingerprint
 
 
-def _divergence(compared: WindowComparison, seed: int) -> Divergence:
+def _divergence(compared: WindowComparison, seed: int, alpha: float) -> Divergence:
     delta = compared.window_means("candidate_nll") - compared.window_means("base_nll")
     return Divergence(
         kl=describe(compared.joined("kl")),
         same_top1=compared.joined("same_top1").double().mean().item(),
         top5_overlap=compared.joined("top5_overlap").double().mean().item(),
         delta_nll=float(delta.mean()),
-        delta_nll_interval=st.bootstrap_interval(delta, seed=seed),
+        delta_nll_interval=st.bootstrap_interval(delta, seed=seed, alpha=alpha),
     )
 
 
@@ -316,6 +319,8 @@ def _notes(metrics: Sequence[GatedMetric]) -> list[str]:
     for m in metrics:
         if m.verdict is Verdict.UNINFORMATIVE:
             notes.append(f"{m.name}: {m.note}, so it says nothing about the candidate and does not count as a pass")
+        if not m.counts:
+            notes.append(f"{m.name} does not count, as the gate says: {m.verdict}")
         if m.missing:
             notes.append(f"{m.name}: {m.note}; a metric with items missing never passes")
     return notes

@@ -13,6 +13,8 @@ from qtool.evalsets.harness import TaskResult
 from qtool.evalsets.statistics import Array, Interval, Verdict
 from qtool.quant.errors import QtoolError
 
+KL, PERPLEXITY = "mean token KL", "perplexity"  # names of the metrics of the text
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -22,6 +24,9 @@ class Thresholds:
         max_kl: mean KL(base ‖ candidate) per token, in nats.
         max_ppl_increase: relative increase of perplexity (0.03 is 3 %).
         max_drop: accuracy lost, as a fraction of the items (0.02 is two points).
+        alpha: family-wise rate of false alarms; intervals are of level 1 − 2·alpha.
+        task_drops: (task, `max_drop` of its own).
+        ignored: names of metrics and tasks that are measured and judged, but do not count for the verdict.
 
     Raises:
         QtoolError: a threshold that is not a positive number.
@@ -30,6 +35,9 @@ class Thresholds:
     max_kl: float = 0.1
     max_ppl_increase: float = 0.03
     max_drop: float = 0.02
+    alpha: float = st.ALPHA
+    task_drops: tuple[tuple[str, float], ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, value in (
@@ -40,6 +48,18 @@ class Thresholds:
             if not (math.isfinite(value) and value > 0):
                 raise QtoolError(f"{option} must be a positive number, got {value}")
 
+    def drop_of(self, task: str) -> float:
+        """The largest drop that one task may have."""
+        return dict(self.task_drops).get(task, self.max_drop)
+
+    def check_tasks(self, tasks: Sequence[str]) -> None:
+        """Refuse a gate that is about tasks which are not asked, or that leaves nothing to count. Raises QtoolError."""
+        named = {name for name, _ in self.task_drops} | (set(self.ignored) - {KL, PERPLEXITY})
+        if strange := sorted(named - set(tasks)):
+            raise QtoolError(f"the gate names task {strange[0]!r}, which is not asked; see --tasks, --lm-eval-tasks")
+        if {KL, PERPLEXITY, *tasks} <= set(self.ignored):
+            raise QtoolError("the gate lets no metric count: remove a `counts = false`")
+
 
 @dataclass(frozen=True)
 class GatedMetric:
@@ -49,7 +69,7 @@ class GatedMetric:
         name: what is measured; `kind` tells how to print it: "kl", "perplexity", "accuracy" or "score".
         base, candidate: the two values; base None for a divergence from the base.
         loss: how much worse the candidate is, on the threshold's scale (nats, relative increase, fraction of items).
-        interval: of `loss`, two-sided, level 90 %: its upper end is the one-sided 95 % bound.
+        interval: of `loss`, two-sided, level 1 − 2·alpha: its upper end is the one-sided bound of level 1 − alpha.
         threshold: on the same scale.
         items: how many paired items; `unit` says of what; `missing` how many more there should be.
         p: one-sided p of "the candidate is worse"; `p_holm` after Holm's correction; None where there is no such test.
@@ -57,6 +77,7 @@ class GatedMetric:
         losses, gains: items that only the base, and only the candidate, got right.
         detectable: the smallest true loss that would FAIL four times in five, or None.
         settle: items that would settle an INCONCLUSIVE, the loss staying as it is; None where none would.
+        counts: whether the verdict of the whole gate depends on it.
         note: a remark that belongs to the verdict.
     """
 
@@ -79,6 +100,7 @@ class GatedMetric:
     chance: float | None = None
     detectable: float | None = None
     settle: int | None = None
+    counts: bool = True
     note: str = ""
 
 
@@ -86,16 +108,19 @@ def divergence_metric(window_kl: Array, thresholds: Thresholds, *, seed: int) ->
     """Mean token KL, from its mean per window [windows]."""
     mean = float(window_kl.mean())
     return GatedMetric(
-        name="mean token KL",
+        name=KL,
         kind="kl",
         base=None,
         candidate=mean,
         loss=mean,
-        interval=st.bootstrap_interval(window_kl, seed=seed),
+        interval=st.bootstrap_interval(window_kl, seed=seed, alpha=thresholds.alpha),
         threshold=thresholds.max_kl,
         items=len(window_kl),
         unit="windows",
-        settle=st.items_to_settle(mean, float(window_kl.std(ddof=1)), len(window_kl), thresholds.max_kl),
+        settle=st.items_to_settle(
+            mean, float(window_kl.std(ddof=1)), len(window_kl), thresholds.max_kl, thresholds.alpha
+        ),
+        counts=KL not in thresholds.ignored,
     )
 
 
@@ -103,9 +128,9 @@ def perplexity_metric(base_nll: Array, candidate_nll: Array, thresholds: Thresho
     """Perplexity, from both models' mean negative log-likelihood per window [windows]; resampled by window."""
     delta = candidate_nll - base_nll
     room = math.log1p(thresholds.max_ppl_increase)
-    nats = st.bootstrap_interval(delta, seed=seed)
+    nats = st.bootstrap_interval(delta, seed=seed, alpha=thresholds.alpha)
     return GatedMetric(
-        name="perplexity",
+        name=PERPLEXITY,
         kind="perplexity",
         base=float(np.exp(base_nll.mean())),
         candidate=float(np.exp(candidate_nll.mean())),
@@ -115,7 +140,8 @@ def perplexity_metric(base_nll: Array, candidate_nll: Array, thresholds: Thresho
         items=len(delta),
         unit="windows",
         p=st.paired_t(delta),
-        settle=st.items_to_settle(float(delta.mean()), float(delta.std(ddof=1)), len(delta), room),
+        settle=st.items_to_settle(float(delta.mean()), float(delta.std(ddof=1)), len(delta), room, thresholds.alpha),
+        counts=PERPLEXITY not in thresholds.ignored,
     )
 
 
@@ -129,7 +155,7 @@ def task_metric(base: TaskResult, candidate: TaskResult, thresholds: Thresholds,
         metric = _accuracy(base, candidate, shared, thresholds, seed)
     else:
         metric = _score(base, candidate, shared, thresholds, seed)
-    return replace(metric, missing=len(asked) - len(shared))
+    return replace(metric, missing=len(asked) - len(shared), counts=base.name not in thresholds.ignored)
 
 
 def _accuracy(
@@ -138,15 +164,15 @@ def _accuracy(
     flips = st.Flips.of([base.scores[i] == 1 for i in shared], [candidate.scores[i] == 1 for i in shared])
     right = sum(base.scores[i] == 1 for i in shared)
     chance = base.chance
-    at_chance = chance is not None and st.above_chance(right, len(shared), chance) > st.ALPHA
+    at_chance = chance is not None and st.above_chance(right, len(shared), chance) > thresholds.alpha
     return GatedMetric(
         name=f"{base.name} accuracy",
         kind="accuracy",
         base=right / len(shared),
         candidate=sum(candidate.scores[i] == 1 for i in shared) / len(shared),
         loss=flips.drop,
-        interval=st.drop_interval(flips, seed=seed),
-        threshold=thresholds.max_drop,
+        interval=st.drop_interval(flips, seed=seed, alpha=thresholds.alpha),
+        threshold=thresholds.drop_of(base.name),
         items=len(shared),
         unit="items",
         verdict=Verdict.UNINFORMATIVE if at_chance else Verdict.INCONCLUSIVE,
@@ -175,42 +201,51 @@ def _score(
         base=float(b.mean()),
         candidate=float(c.mean()),
         loss=float(difference.mean()),
-        interval=st.bootstrap_interval(difference, seed=seed),
-        threshold=thresholds.max_drop,
+        interval=st.bootstrap_interval(difference, seed=seed, alpha=thresholds.alpha),
+        threshold=thresholds.drop_of(base.name),
         items=len(shared),
         unit="items",
         p=st.paired_t(difference),
         settle=st.items_to_settle(
-            float(difference.mean()), float(difference.std(ddof=1)), len(shared), thresholds.max_drop
+            float(difference.mean()),
+            float(difference.std(ddof=1)),
+            len(shared),
+            thresholds.drop_of(base.name),
+            thresholds.alpha,
         ),
     )
 
 
-def judge_all(metrics: Sequence[GatedMetric]) -> list[GatedMetric]:
-    """Correct the p values over the informative metrics (Holm) and set each verdict.
+def judge_all(metrics: Sequence[GatedMetric], alpha: float = st.ALPHA) -> list[GatedMetric]:
+    """Correct the p values over the informative metrics that count (Holm) and set each verdict.
 
     A divergence has no null hypothesis of its own (it is 0 for equal models only), so its threshold alone decides. A
     metric with items missing may FAIL but never PASS. A candidate whose value is not a number FAILs.
     """
     informative = [m for m in metrics if m.verdict is not Verdict.UNINFORMATIVE and math.isfinite(m.loss)]
-    family = {m.name: m.p for m in informative if m.p is not None}
+    family = {m.name: m.p for m in informative if m.p is not None and m.counts}
     adjusted = st.holm(family)
-    return [_judged(m, adjusted.get(m.name), len(adjusted)) for m in metrics]
+    return [_judged(m, adjusted.get(m.name, m.p), len(adjusted) if m.counts else 1, alpha) for m in metrics]
 
 
-def _judged(metric: GatedMetric, p_holm: float | None, family: int) -> GatedMetric:
+def verdict_of(metrics: Sequence[GatedMetric]) -> Verdict:
+    """The gate's verdict over the judged metrics that count."""
+    return st.overall([m.verdict for m in metrics if m.counts])
+
+
+def _judged(metric: GatedMetric, p_holm: float | None, family: int, alpha: float) -> GatedMetric:
     if metric.verdict is Verdict.UNINFORMATIVE:
         return replace(metric, settle=None)
     if not math.isfinite(metric.loss):
         note = "the candidate gives values that are not finite numbers"
         return replace(metric, verdict=Verdict.FAIL, p_holm=p_holm, settle=None, note=note)
     significance = 0.0 if p_holm is None else p_holm
-    verdict = st.judge(metric.loss, metric.interval.high, metric.threshold, significance)
+    verdict = st.judge(metric.loss, metric.interval.high, metric.threshold, significance, alpha)
     note, settle, detectable = metric.note, metric.settle, None
     if metric.losses is not None and metric.gains is not None:
         flips = st.Flips(metric.items, metric.losses, metric.gains)
-        settle = st.flips_to_settle(flips, metric.threshold, max(family, 1))
-        detectable = st.minimal_detectable_drop(flips.discordant, flips.items, metric.threshold, max(family, 1))
+        settle = st.flips_to_settle(flips, metric.threshold, max(family, 1), alpha)
+        detectable = st.minimal_detectable_drop(flips.discordant, flips.items, metric.threshold, max(family, 1), alpha)
     if metric.missing:
         note = f"{metric.missing} items have no answer from both models"
         verdict = Verdict.FAIL if verdict is Verdict.FAIL else Verdict.INCONCLUSIVE

@@ -21,7 +21,7 @@ from qtool.evalsets.harness import TaskResult
 from qtool.evalsets.statistics import Verdict
 from qtool.quant.textfile import write_text
 
-HEADER = ("metric", "base", "candidate", "Δ", "Δ %", "90 % interval", "p", "p (Holm)", "limit", "verdict")
+HEADER = ("metric", "base", "candidate", "Δ", "Δ %", "interval", "p", "p (Holm)", "limit", "verdict")
 MINUS = "−"
 _BITS = {"bits4": "4 bits", "bits8": "8 bits", "bits16": "16 bits"}
 _SHOWN_FLIPS = 20
@@ -87,13 +87,15 @@ def megabytes(count: int) -> str:
 def reasons(comparison: Comparison) -> list[str]:
     """Why the verdict is what it is: one line for each metric that did not pass, or one for all that did."""
     lines = []
-    for m in comparison.metrics:
+    for m in (m for m in comparison.metrics if m.counts):
         row = dict(zip(HEADER, metric_row(m)))
         if m.verdict is Verdict.FAIL:
             lines.append(f"{m.name}: {change(m)}, limit {row['limit']}" + (f" ({m.note})" if m.note else ""))
         elif m.verdict is not Verdict.PASS:
-            lines.append(f"{m.name}: {change(m)} ({row['90 % interval']}), limit {row['limit']}; {m.note}")
-    return lines or [f"Every metric is within its limit with {100 * 0.95:.0f} % confidence."]
+            lines.append(f"{m.name}: {change(m)} ({row['interval']}), limit {row['limit']}; {m.note}")
+    return lines or [
+        f"Every metric is within its limit with {100 * (1 - comparison.settings['alpha']):g} % confidence."
+    ]
 
 
 def write_report(comparison: Comparison, out: Path, command: Sequence[str]) -> tuple[Path, Path]:
@@ -192,8 +194,10 @@ def _table_section(c: Comparison) -> str:
     )
     return (
         "<section><h2>The gate</h2>"
-        '<p class="soft">PASS: the one-sided 95 % bound of the loss is within the limit. FAIL: the loss is beyond the '
-        "limit and significant after Holm’s correction. Anything else is INCONCLUSIVE. Intervals are paired bootstrap "
+        f'<p class="soft">PASS: the one-sided {100 * (1 - c.settings["alpha"]):g} % bound of the loss is within the '
+        "limit. FAIL: the loss is beyond the "
+        "limit and significant after Holm’s correction. Anything else is INCONCLUSIVE. "
+        f"Intervals, of level {100 * (1 - 2 * c.settings['alpha']):g} %, are paired bootstrap "
         "intervals, wider where items or flips are few; p is one-sided (exact McNemar for accuracies, "
         "paired t for perplexity).</p>"
         f"{_table(HEADER, rows)}"
@@ -326,7 +330,7 @@ def _reproduce_section(c: Comparison, command: Sequence[str]) -> str:
             f"set {t['name']}": f"{t['source']}, {t['items']} items, sha256 {t['fingerprint']}"
             for t in c.settings["tasks"]
         },
-        "limits": ", ".join(f"{k} {v:g}" for k, v in c.settings["thresholds"].items()),
+        "limits": ", ".join(f"{m.name} {m.threshold:g}{'' if m.counts else ' (does not count)'}" for m in c.metrics),
         "statistics": f"α {c.settings['alpha']}, {c.settings['resamples']:,} resamples, seed {c.settings['seed']}",
         "runtime": f"dtype {c.settings['dtype']}, device {c.settings['device']}; logits compared in float32",
         "speed": ", ".join(

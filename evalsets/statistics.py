@@ -19,7 +19,7 @@ from qtool.quant.errors import QtoolError
 
 Array = NDArray[np.float64]
 
-ALPHA = 0.05  # family-wise rate of false alarms, and one minus the level of every one-sided bound
+ALPHA = 0.05  # the default family-wise rate of false alarms, and one minus the level of every one-sided bound
 POWER = 0.80  # at which the minimal detectable drop is stated
 RESAMPLES = 10_000
 
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Interval:
-    """A two-sided interval of level 1 − 2·ALPHA: its upper end is the one-sided bound of level 1 − ALPHA."""
+    """A two-sided interval of level 1 − 2·alpha: its upper end is the one-sided bound of level 1 − alpha."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ def bootstrap_means(values: Array, *, resamples: int = RESAMPLES, seed: int = 0)
     return np.concatenate(parts)
 
 
-def bootstrap_interval(values: Array, *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def bootstrap_interval(values: Array, *, seed: int = 0, resamples: int = RESAMPLES, alpha: float = ALPHA) -> Interval:
     """Bootstrap interval of the mean of `values`. Raises QtoolError for fewer than two values.
 
     Percentiles of a bootstrap are too near to the mean where values are few: they miss the n − 1 in the variance and
@@ -70,9 +70,9 @@ def bootstrap_interval(values: Array, *, seed: int = 0, resamples: int = RESAMPL
     if n < 2:
         raise QtoolError(f"an interval needs at least 2 items, got {n}")
     means = bootstrap_means(values, resamples=resamples, seed=seed)
-    widening = stats.t.ppf(1 - ALPHA, n - 1) / stats.norm.ppf(1 - ALPHA) * math.sqrt(n / (n - 1))
+    widening = stats.t.ppf(1 - alpha, n - 1) / stats.norm.ppf(1 - alpha) * math.sqrt(n / (n - 1))
     mean = values.mean()
-    low, high = mean + widening * (np.quantile(means, [ALPHA, 1 - ALPHA]) - mean)
+    low, high = mean + widening * (np.quantile(means, [alpha, 1 - alpha]) - mean)
     return Interval(float(low), float(high))
 
 
@@ -142,27 +142,27 @@ def above_chance(correct: int, items: int, chance: float) -> float:
     return float(stats.binomtest(correct, items, chance, alternative="greater").pvalue)
 
 
-def drop_interval(flips: Flips, *, seed: int = 0) -> Interval:
+def drop_interval(flips: Flips, *, seed: int = 0, alpha: float = ALPHA) -> Interval:
     """Interval of the accuracy drop (a fraction): the paired bootstrap's, widened where the score interval is wider.
 
     The bootstrap cannot draw a kind of flip that was not seen: with few flips its ends lie too near to the drop (one
     gain and no loss in 50 items would prove that nothing can be lost). The score interval does not have that fault.
     Where nothing flipped the ends are the exact (Clopper–Pearson) one-sided bounds of a rate that was observed zero
-    times: 1 − ALPHA^(1/n).
+    times: 1 − alpha^(1/n).
     """
     if flips.losses + flips.gains == 0:
-        bound = 1 - ALPHA ** (1 / flips.items)
+        bound = 1 - alpha ** (1 / flips.items)
         return Interval(-bound, bound)
-    drawn = bootstrap_interval(flips.differences(), seed=seed)
-    low = -score_bound(flips.gains, flips.losses, flips.items)
-    return Interval(min(drawn.low, low), max(drawn.high, score_bound(flips.losses, flips.gains, flips.items)))
+    drawn = bootstrap_interval(flips.differences(), seed=seed, alpha=alpha)
+    low = -score_bound(flips.gains, flips.losses, flips.items, alpha)
+    return Interval(min(drawn.low, low), max(drawn.high, score_bound(flips.losses, flips.gains, flips.items, alpha)))
 
 
-def score_bound(losses: int, gains: int, items: int) -> float:
-    """Upper one-sided bound of level 1 − ALPHA of the paired difference (losses − gains) / items, by inverting the
+def score_bound(losses: int, gains: int, items: int, alpha: float = ALPHA) -> float:
+    """Upper one-sided bound of level 1 − alpha of the paired difference (losses − gains) / items, by inverting the
     score test, whose variance is taken at the difference that is tested. Tango 1998.
     """
-    z = float(stats.norm.ppf(1 - ALPHA))
+    z = float(stats.norm.ppf(1 - alpha))
 
     def excess(difference: float) -> float:
         """How far the test statistic lies above −z: positive inside the interval."""
@@ -179,7 +179,7 @@ def score_bound(losses: int, gains: int, items: int) -> float:
     return high
 
 
-def judge(drop: float, upper: float, threshold: float, p_adjusted: float) -> Verdict:
+def judge(drop: float, upper: float, threshold: float, p_adjusted: float, alpha: float = ALPHA) -> Verdict:
     """The gate's rule for one metric, on the drop, its one-sided upper bound, and the Holm-adjusted p of the drop.
 
     PASS where even the bound is within the threshold; FAIL where the drop is beyond it and significant; else
@@ -187,12 +187,12 @@ def judge(drop: float, upper: float, threshold: float, p_adjusted: float) -> Ver
     """
     if upper < threshold:
         return Verdict.PASS
-    if drop > threshold and p_adjusted <= ALPHA:
+    if drop > threshold and p_adjusted <= alpha:
         return Verdict.FAIL
     return Verdict.INCONCLUSIVE
 
 
-def items_to_settle(drop: float, spread: float, items: int, threshold: float) -> int | None:
+def items_to_settle(drop: float, spread: float, items: int, threshold: float, alpha: float = ALPHA) -> int | None:
     """Items at which the same drop would be judged PASS or FAIL, were it to stay as it is; None where none would.
 
     Args:
@@ -205,37 +205,39 @@ def items_to_settle(drop: float, spread: float, items: int, threshold: float) ->
     room = threshold - drop if drop <= threshold else drop
     if not math.isfinite(room) or room <= 0:
         return None
-    z = float(stats.norm.ppf(1 - ALPHA))
+    z = float(stats.norm.ppf(1 - alpha))
     return max(items + 1, math.ceil((z * spread / room) ** 2))
 
 
-def flips_to_settle(flips: Flips, threshold: float, family: int = 1) -> int | None:
+def flips_to_settle(flips: Flips, threshold: float, family: int = 1, alpha: float = ALPHA) -> int | None:
     """Items at which an accuracy would be judged PASS or FAIL, were flips to go on at the same rates; None: never.
 
-    A drop beyond the threshold is followed with the exact test that it must pass (ALPHA / family, Holm's worst step),
+    A drop beyond the threshold is followed with the exact test that it must pass (alpha / family, Holm's worst step),
     in steps of 2 %.
     """
     if flips.drop <= threshold:
         spread = standard_error(flips.drop, flips.discordant, 1)
-        return items_to_settle(flips.drop, spread, flips.items, threshold)
+        return items_to_settle(flips.drop, spread, flips.items, threshold, alpha)
     items = flips.items
     while items < 1000 * flips.items:
         items = math.ceil(items * 1.02)
         losses, gains = (round(count * items / flips.items) for count in (flips.losses, flips.gains))
-        if mcnemar_drop(losses, gains) * family <= ALPHA:
+        if mcnemar_drop(losses, gains) * family <= alpha:
             return items
     return None
 
 
-def minimal_detectable_drop(discordant: float, items: int, threshold: float, family: int = 1) -> float:
+def minimal_detectable_drop(
+    discordant: float, items: int, threshold: float, family: int = 1, alpha: float = ALPHA
+) -> float:
     """The smallest true accuracy drop (a fraction) that FAILs with probability POWER, at this many items.
 
-    A FAIL needs a drop beyond the threshold and a significant one after Holm's worst step (ALPHA / family). One item
+    A FAIL needs a drop beyond the threshold and a significant one after Holm's worst step (alpha / family). One item
     is added for the exact test's discreteness (the continuity correction of a difference of counts).
     """
     se = math.sqrt(max(discordant, 1 / items) / items)
     z_power = float(stats.norm.ppf(POWER))
-    z_alpha = float(stats.norm.ppf(1 - ALPHA / family))
+    z_alpha = float(stats.norm.ppf(1 - alpha / family))
     return max(threshold, z_alpha * se) + z_power * se + 1 / items
 
 

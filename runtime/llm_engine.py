@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -201,18 +202,24 @@ class LLMEngine:
             raise QtoolError(f"a prompt is a text or a list of token ids, got {prompt!r}")
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(ids)
-        for token in params.stop_token_ids:
-            if not 0 <= token < self._vocab_size:
-                raise QtoolError(f"stop_token_ids: {token} is outside the vocabulary of {self._vocab_size}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self._vocab_size:
+                    raise QtoolError(f"{name}: {token} is outside the vocabulary of {self._vocab_size}")
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        entry = _Entry(request_id, tuple(ids), params, [], [], [0] * params.n)
-        for i in range(params.n):
+        bad_words = self._bad_words(params.bad_words)
+        count = params.best_of or params.n
+        # The best are found by their log-probabilities.
+        own = params if count == params.n else replace(params, logprobs=params.logprobs or 0)
+        entry = _Entry(request_id, tuple(ids), params, [], [], [0] * count)
+        for i in range(count):
             request = Request(
                 request_id=f"{request_id}/{next(self._ids)}",
                 prompt_token_ids=ids,
-                params=params,
+                params=own,
                 stop_token_ids=stops,
+                bad_words=bad_words,
                 score_from=score_from if i == 0 else None,
                 score_kind=score_kind,
                 generate=generate,
@@ -224,6 +231,12 @@ class LLMEngine:
             self._home[request] = entry, i
         self._entries[request_id] = entry
         return entry.parts[0]
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each word, as it is written at the start of a text and after a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -255,7 +268,8 @@ class LLMEngine:
         outputs = []
         for entry in changed.values():
             output = self._output(entry)
-            outputs.append(output)
+            if output.finished or len(entry.parts) == entry.params.n:  # which are the best is known at the end
+                outputs.append(output)
             if output.finished:
                 del self._entries[entry.request_id]
                 for part in entry.parts:
@@ -301,7 +315,7 @@ class LLMEngine:
                     finish_reason=part.finish_reason,
                     stop_reason=part.stop_reason,
                 )
-                for i, (part, text) in enumerate(zip(entry.parts, entry.texts))
+                for i, (part, text) in enumerate(_best(entry))
             ),
             finished=all(p.status is Status.FINISHED for p in entry.parts),
             metrics=_metrics(entry.parts),
@@ -314,6 +328,20 @@ class LLMEngine:
     def check_integrity(self) -> None:
         """Raise RuntimeError where a KV block leaked or is counted wrongly."""
         self._core.check_integrity()
+
+
+def _best(entry: _Entry) -> list[tuple[Request, Detokenizer | None]]:
+    """The outputs to give: all of them, or the `n` of `best_of` with the highest mean log-probability, best first."""
+    found = list(zip(entry.parts, entry.texts))
+    if len(found) == entry.params.n:
+        return found
+
+    def mean_logprob(item: tuple[Request, Detokenizer | None]) -> float:
+        scores = item[0].logprobs
+        failed = item[0].finish_reason == "error" or not scores
+        return -math.inf if failed else sum(s.logprob for s in scores) / len(scores)
+
+    return sorted(found, key=mean_logprob, reverse=True)[: entry.params.n]
 
 
 def _metrics(parts: Sequence[Request]) -> RequestMetrics:

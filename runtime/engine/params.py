@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qtool.quant.errors import QtoolError
@@ -11,6 +11,26 @@ from qtool.quant.errors import QtoolError
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_int, value))
+
+
+def _is_strings(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(text, str) and text for text in value)
+
+
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "typical_p", "dynatemp_range", "dynatemp_exponent", "repetition_penalty",
+    "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,8 +43,15 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set with this much probability, in (0, 1].
         min_p: drop tokens below this share of the likeliest one's probability, in [0, 1].
+        typical_p: keep the tokens whose surprise is nearest to the entropy, with this much probability, in (0, 1]
+            (locally typical sampling, Meister et al. 2022, arXiv 2202.00666).
+        dynatemp_range, dynatemp_exponent: draw at a temperature between `temperature` ± this range: the exponent-th
+            power of the share of the greatest possible entropy says where (as in llama.cpp). 0: the same one always.
         repetition_penalty: in [0.01, 100]; 1 is none (prompt and output tokens).
         presence_penalty, frequency_penalty: in [-2, 2]; over output tokens.
+        logit_bias: token id → what is added to its logit, in [-100, 100].
+        allowed_token_ids: no token but these; None: all.
+        bad_words: texts that the output must not contain, each as the tokenizer writes it, alone and after a space.
         seed: the request's own random stream, or None.
         stop: strings that end the output and are not part of it.
         stop_token_ids: token ids that end the output.
@@ -34,7 +61,11 @@ class SamplingParams:
             distribution, before temperature and penalties. None: none.
         prompt_logprobs: likewise for the prompt's tokens.
         n: independent outputs of one prompt.
+        best_of: outputs to generate, of which those `n` with the highest mean log-probability of a token are given.
+            None: `n` of them.
         priority: in [-100, 100]; the lower, the sooner, where the engine schedules by priority.
+
+    Bans (`bad_words`, and ends before `min_tokens`) do not count where they would leave no token.
 
     Raises:
         QtoolError: a value out of range, named.
@@ -45,9 +76,15 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -56,6 +93,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -65,16 +103,18 @@ class SamplingParams:
 
         for name in ("max_tokens", "top_k", "min_tokens", "n", "priority"):
             need(_is_int(getattr(self, name)), name, "an integer")
-        for name in ("seed", "logprobs", "prompt_logprobs"):
+        for name in ("seed", "logprobs", "prompt_logprobs", "best_of"):
             need(getattr(self, name) is None or _is_int(getattr(self, name)), name, "an integer or None")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            need(_is_int(value) or (isinstance(value, float) and math.isfinite(value)), name, "a finite number")
+        for name in _NUMBERS:
+            need(_is_finite(getattr(self, name)), name, "a finite number")
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
         need(self.temperature >= 0, "temperature", "at least 0")
         need(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
         need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        need(0 < self.typical_p <= 1, "typical_p", "in (0, 1]")
+        need(0 <= self.dynatemp_range <= self.temperature, "dynatemp_range", "between 0 and the temperature")
+        need(0 < self.dynatemp_exponent <= 100, "dynatemp_exponent", "in (0, 100]")
         need(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "in [0.01, 100]")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
@@ -82,11 +122,17 @@ class SamplingParams:
         need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
         need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
         need(1 <= self.n <= 128, "n", "between 1 and 128")
+        need(self.best_of is None or self.n <= self.best_of <= 128, "best_of", f"between n, which is {self.n}, and 128")
         need(-100 <= self.priority <= 100, "priority", "between -100 and 100")
-        strings = not isinstance(self.stop, str) and isinstance(self.stop, Collection)
-        need(strings and all(isinstance(s, str) and s for s in self.stop), "stop", "a sequence of non-empty strings")
-        ids = isinstance(self.stop_token_ids, Collection) and all(map(_is_int, self.stop_token_ids))
-        need(ids, "stop_token_ids", "a sequence of token ids")
+        for name in ("stop", "bad_words"):
+            need(_is_strings(getattr(self, name)), name, "a sequence of non-empty strings")
+        need(_is_ids(self.stop_token_ids), "stop_token_ids", "a sequence of token ids")
+        allowed = self.allowed_token_ids
+        need(allowed is None or (_is_ids(allowed) and bool(allowed)), "allowed_token_ids", "a sequence of token ids")
+        bias = self.logit_bias
+        biases = isinstance(bias, Mapping) and _is_ids(bias.keys())
+        biases = biases and all(_is_finite(value) and -100 <= value <= 100 for value in bias.values())
+        need(biases, "logit_bias", "a mapping from token ids to numbers between -100 and 100")
 
     @property
     def greedy(self) -> bool:
@@ -96,7 +142,8 @@ class SamplingParams:
     def greedy_argmax(self) -> bool:
         """The next token is the likeliest one of the raw logits, and nothing but its id is wanted."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return self.greedy and not penalties and self.min_tokens == 0 and self.logprobs is None
+        steered = self.logit_bias or self.bad_words or self.allowed_token_ids is not None or self.min_tokens > 0
+        return self.greedy and not penalties and not steered and self.logprobs is None
 
 
 @dataclass(frozen=True)

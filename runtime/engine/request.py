@@ -26,6 +26,7 @@ class Request:
     Attributes:
         prompt_token_ids: at least one token.
         stop_token_ids: token ids that end the output: end-of-sequence (unless ignored) and the client's own.
+        bad_words: token sequences that the output must not contain.
         score_from: the first prompt position (≥ 1) whose token is to be scored, or None. Position i is scored with
             the logits of position i - 1.
         score_kind: `logprobs` gives one TokenLogprobs per scored position, `logits` one float32 tensor per chunk.
@@ -47,6 +48,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     score_from: int | None = None
     score_kind: Literal["logprobs", "logits"] = "logprobs"
     generate: bool = True

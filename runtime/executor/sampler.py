@@ -1,7 +1,7 @@
 """Choosing the next token of every row of a step at once, and its log-probabilities. Float32 throughout.
 
-Order of operations (as in vLLM): penalties, temperature, min-p, top-k, top-p. Log-probabilities are of the raw
-distribution, before all of these.
+Order of operations: penalties, bias, allowed tokens and bans, temperature, typical-p, min-p, top-k, top-p (as in vLLM,
+which has no typical-p). Log-probabilities are of the raw distribution, before all of these.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
 
 NO_TOKEN = -1
+LOWEST_TEMPERATURE = 1e-3  # that a dynamic one comes down to
 CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at all of them only where that is too few
 
 
@@ -28,6 +29,7 @@ class SamplingRow:
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
     seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
@@ -55,7 +57,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
 
     A row without a likeliest token (NaN or infinity in its logits) gives NO_TOKEN.
     """
-    adjusted = _forbid_early_stop(_penalize(logits, rows), rows)
+    adjusted = _ban(_steer(_penalize(logits, rows), rows), rows)
     if all(r.params.greedy for r in rows):
         chosen = adjusted.argmax(dim=-1)
     else:
@@ -121,28 +123,46 @@ def _counts(tokens: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     return torch.zeros_like(like).index_put_((row, flat), torch.ones_like(flat, dtype=like.dtype), accumulate=True)
 
 
-def _forbid_early_stop(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Tokens that would end the output have no chance before `min_tokens`."""
-    pairs = [
-        (i, token)
-        for i, r in enumerate(rows)
-        if r.num_output_tokens < r.params.min_tokens
-        for token in r.stop_token_ids
-        if token < logits.shape[1]
-    ]
+def _steer(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Add each row's bias, then leave it its allowed tokens alone."""
+    biases = [(i, token, bias) for i, r in enumerate(rows) for token, bias in r.params.logit_bias.items()]
+    if biases:
+        row, token = torch.tensor([(i, t) for i, t, _ in biases], device=logits.device).T
+        logits = logits.index_put((row, token), logits.new_tensor([b for _, _, b in biases]), accumulate=True)
+    allowed = [(i, token) for i, r in enumerate(rows) for token in r.params.allowed_token_ids or ()]
+    if allowed:
+        row, token = torch.tensor(allowed, device=logits.device).T
+        free = torch.tensor([r.params.allowed_token_ids is None for r in rows], device=logits.device)
+        mask = free[:, None].expand(logits.shape).index_put((row, token), torch.ones_like(row, dtype=torch.bool))
+        logits = logits.masked_fill(~mask, float("-inf"))
+    return logits
+
+
+def _ban(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """No token that would end the output before `min_tokens`, or complete a bad word; where that leaves none, all."""
+    pairs = [(i, token) for i, r in enumerate(rows) for token in _banned(r) if token < logits.shape[1]]
     if not pairs:
         return logits
     row, token = torch.tensor(pairs, device=logits.device).T
-    return logits.index_put((row, token), logits.new_tensor(float("-inf")))
+    banned = logits.index_put((row, token), logits.new_tensor(float("-inf")))
+    return torch.where(banned.amax(dim=-1, keepdim=True) == float("-inf"), logits, banned)
+
+
+def _banned(row: SamplingRow) -> list[int]:
+    tokens = list(row.stop_token_ids) if row.num_output_tokens < row.params.min_tokens else []
+    for *head, last in row.bad_words:
+        if len(head) <= row.num_output_tokens and list(row.token_ids[len(row.token_ids) - len(head) :]) == head:
+            tokens.append(last)
+    return tokens
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sampled tokens [rows, 1] (greedy rows get one too; the caller drops it)."""
     temperature = _column(rows, lambda p: float(p.temperature) if not p.greedy else 1.0, logits)
-    scaled = logits / temperature
+    scaled = logits / _dynamic_temperature(logits, temperature, rows)
     draws = uniforms([r.seed for r in rows], [len(r.token_ids) for r in rows])
     u = torch.from_numpy(draws).to(logits.device, torch.float32)[:, None]
-    filtered = [not r.params.greedy and (r.params.top_k > 0 or r.params.top_p < 1 or r.params.min_p > 0) for r in rows]
+    filtered = [not r.params.greedy and _has_filter(r.params) for r in rows]
     if not any(filtered):
         return _invert(scaled.softmax(dim=-1), u)
     out = torch.empty(len(rows), 1, dtype=torch.long, device=logits.device)
@@ -154,7 +174,43 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return out
 
 
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+
+
+def _dynamic_temperature(logits: Tensor, temperature: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """[rows, 1]: each row's temperature, moved within its range by the entropy of its distribution at temperature 1.
+
+    low + (high - low) · (entropy / ln(tokens that can come)) ** exponent, as llama.cpp's sampler computes it.
+    """
+    if all(r.params.dynatemp_range == 0 for r in rows):
+        return temperature
+    entropy = _entropy(logits.log_softmax(dim=-1))
+    most = (logits > float("-inf")).sum(dim=-1, keepdim=True).clamp(min=2).log()
+    spread = _column(rows, lambda p: float(p.dynatemp_range), logits)
+    exponent = _column(rows, lambda p: float(p.dynatemp_exponent), logits)
+    moved = temperature - spread + 2 * spread * (entropy / most).clamp(0, 1) ** exponent
+    return torch.where(spread > 0, moved.clamp(min=LOWEST_TEMPERATURE), temperature)
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    """[rows, 1] in nats, of log-probabilities [rows, vocab_size]; impossible tokens count nothing."""
+    return -(logprobs.exp() * logprobs).nansum(dim=-1, keepdim=True)
+
+
+def _typical(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Only the tokens whose surprise is nearest to the entropy, as many as hold `typical_p` (Meister et al. 2022)."""
+    mass = _column(rows, lambda p: float(p.typical_p), scaled)
+    logprobs = scaled.log_softmax(dim=-1)
+    order = (-logprobs - _entropy(logprobs)).abs().argsort(dim=-1, stable=True)
+    probs = logprobs.exp().gather(1, order)
+    kept = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, probs.cumsum(dim=-1) - probs < mass)
+    return scaled.masked_fill(~kept & (mass < 1), float("-inf"))
+
+
 def _draw_filtered(scaled: Tensor, rows: Sequence[SamplingRow], u: Tensor) -> Tensor:
+    if any(r.params.typical_p < 1 for r in rows):
+        scaled = _typical(scaled, rows)
     vocab = scaled.shape[1]
     top_k = _column(rows, lambda p: p.top_k if 0 < p.top_k < vocab else vocab, scaled)
     top_p = _column(rows, lambda p: float(p.top_p), scaled)

@@ -69,7 +69,7 @@ def build_router(service: Service) -> APIRouter:
     @router.post("/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await _parse(request, CompletionRequest, service)
-        if (count := len(body.prompt) * (body.n or 1)) > MAX_OUTPUTS:
+        if (count := len(body.prompt) * body.num_outputs) > MAX_OUTPUTS:
             raise ApiError(400, f"{count} outputs in one request, at most {MAX_OUTPUTS} are allowed", param="n")
         prompts = [prompt if isinstance(prompt, list) else await _encode(service, prompt) for prompt in body.prompt]
         for prompt in prompts:

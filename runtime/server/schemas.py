@@ -15,16 +15,11 @@ from qtool.runtime.engine.params import SamplingParams
 
 # Field → the values that change nothing; any other value is refused.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),  # of a chat; completions have it
-    "logit_bias": ({},),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "typical_p": (1.0,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -103,6 +98,15 @@ class SamplingRequest(ApiModel):
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     priority: int | None = Field(None, ge=-100, le=100)
+    best_of: int | None = Field(None, ge=1, le=128)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    dynatemp_range: float | None = Field(None, ge=0, allow_inf_nan=False)
+    dynatemp_exponent: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=256)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -115,7 +119,14 @@ class SamplingRequest(ApiModel):
     def _check(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only with stream=true")
+        if self.stream and self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of must be n with stream=true: the best are known when all have ended")
         return self
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs to generate of each prompt."""
+        return self.best_of or self.n or 1
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what the engine cannot do, or None."""
@@ -148,6 +159,13 @@ class SamplingRequest(ApiModel):
                 "min_tokens",
                 "ignore_eos",
                 "priority",
+                "best_of",
+                "typical_p",
+                "dynatemp_range",
+                "dynatemp_exponent",
+                "logit_bias",
+                "allowed_token_ids",
+                "bad_words",
             )
             if getattr(self, name) is not None
         }

@@ -59,10 +59,19 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"stream": "perhaps"}, "stream"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
         ({"priority": 101}, "priority"),
         ({"suffix": "end"}, "suffix"),
-        ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": "bad"}, "bad_words"),
+        ({"typical_p": 0}, "typical_p"),
+        ({"dynatemp_range": -1}, "dynatemp_range"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -98,6 +107,12 @@ def test_combinations(scripted: Any) -> None:
     assert "top_logprobs" in refused(httpx.post(f"{url}/chat/completions", json=two), 400)
     three = {"prompt": "a", "min_tokens": 9, "max_tokens": 3}
     assert "min_tokens" in refused(httpx.post(f"{url}/completions", json=three), 400)
+    best = {"prompt": "a", "best_of": 3, "stream": True}
+    assert "best_of" in refused(httpx.post(f"{url}/completions", json=best), 400)
+    few = {"prompt": "a", "n": 3, "best_of": 2}
+    assert "best_of" in refused(httpx.post(f"{url}/completions", json=few), 400)
+    wide = {"prompt": "a", "temperature": 0.5, "dynatemp_range": 0.6}
+    assert "dynatemp_range" in refused(httpx.post(f"{url}/completions", json=wide), 400)
     four = refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 0}), 400)
     assert four == "max_tokens must be at least 1 unless echo is true"
     assert "vocabulary" in refused(httpx.post(f"{url}/completions", json={"prompt": [[1], [70000]]}), 400)

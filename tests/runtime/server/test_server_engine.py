@@ -342,3 +342,28 @@ def test_official_client_on_the_default_model(default_model: Path, serve: Any) -
         chunks = list(client.chat.completions.create(**arguments, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
         assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [whole.finish_reason]
+
+
+def test_sampling_is_steered_through_the_api(client: openai.OpenAI, real: Any) -> None:
+    """The official client's own fields and the extensions: each output can only be what its fields allow."""
+    text = real[1].tokenizer.decode
+    letters = [65, 66, 67]
+
+    def complete(**fields: Any) -> list[str]:
+        extra = {"ignore_eos": True, "allowed_token_ids": letters} | fields.pop("extra_body", {})
+        answer = client.completions.create(
+            model="tiny", prompt=[1, 2, 3], max_tokens=40, seed=3, extra_body=extra, **fields
+        )
+        return [choice.text for choice in answer.choices]
+
+    (free,) = complete()
+    assert set(free) == {text([token]) for token in letters}
+    assert complete(logit_bias={"66": 100})[0] == text([66]) * 40
+    assert text([65]) not in complete(extra_body={"bad_words": [text([65])]})[0]
+    assert complete(extra_body={"typical_p": 0.9, "dynatemp_range": 0.5, "priority": -3}) != [""]
+    best = complete(n=2, best_of=5)
+    every = complete(n=5)
+    assert len(best) == 2
+    assert set(best) <= set(every)
+    with pytest.raises(openai.BadRequestError, match="300 is outside the vocabulary"):
+        complete(logit_bias={"300": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,9 @@ _EXITS = {"PASS": EXIT_PASS, "FAIL": EXIT_FAIL}
 
 def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The 16-bit model: folder, hub id or built-in name.")],
-    quant: Annotated[str, typer.Argument(metavar="QUANT", help="The quantized model: folder or hub id.")],
+    quants: Annotated[
+        list[str], typer.Argument(metavar="QUANT...", help="Quantized models: folder or hub id. Several are ranked.")
+    ],
     data: Annotated[
         Path | None, typer.Option(help="Text for perplexity and KL: .txt, or .jsonl with text. Default: built in.")
     ] = None,
@@ -54,6 +57,8 @@ def command(
         float | None, typer.Option(help="Gate: drop of accuracy, points.  [default: 2]", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for report.html and compare.json.")] = Path("compare-report"),
+    junit: Annotated[Path | None, typer.Option("--junit", help="JUnit XML file to write, for CI.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Markdown file to write, for a comment.")] = None,
     dtype: Annotated[str, typer.Option(help="Activations: auto (as served), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option("--kv-cache-dtype", help="KV cache of QUANT (BASE's stays as it is): auto, int8 or float.")
@@ -68,24 +73,30 @@ def command(
 ) -> int:
     """Prove that QUANT is as good as BASE, or show where it is not.
 
-    Both models are served by the runtime and answer the same questions. Exit status: 0 PASS, 1 FAIL, 2 INCONCLUSIVE.
+    All models are served by the runtime and answer the same questions. Exit status: 0 PASS, 1 FAIL, 2 INCONCLUSIVE;
+    with several candidates that of the worst, so that 0 says that all are good.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
-    from qtool.evalsets.compare import BUILT_IN, compare
+    from qtool.evalsets import exports
+    from qtool.evalsets.compare import BUILT_IN, compare_all
     from qtool.evalsets.kept import baseline_folder
-    from qtool.evalsets.report import write_report
-    from qtool.quant.textfile import check_folder
+    from qtool.evalsets.ranking import to_document, worst_verdict
+    from qtool.evalsets.report import write_reports
+    from qtool.quant.textfile import check_folder, check_writable, write_text
 
     check_kv_cache_dtype(kv_cache_dtype)
     check_folder(out)
+    for file in (junit, markdown):
+        if file is not None:
+            check_writable(file)
     thresholds = _thresholds(gate, max_kl, max_ppl_increase, max_drop)
     sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
     reporter = Reporter(quiet, json_result)
     with reporter.progress() as progress:
-        result = compare(
+        results = compare_all(
             base,
-            quant,
+            quants,
             data=data,
             windows=windows,
             context=context,
@@ -100,10 +111,16 @@ def command(
             progress=progress,
             cache=None if no_cache else baseline_folder(),
         )
-    page, document = write_report(result, out, ["qtool", *sys.argv[1:]])
-    _print(reporter, result, page)
-    reporter.result({**result.to_dict(), "report": str(page), "json": str(document)})
-    return _EXITS.get(result.verdict, EXIT_INCONCLUSIVE)
+    page, document = write_reports(results, out, ["qtool", *sys.argv[1:]])
+    if junit is not None:
+        write_text(junit, exports.junit(results))
+    if markdown is not None:
+        write_text(markdown, exports.markdown(results))
+    _print(reporter, results)
+    verdict = worst_verdict(results)
+    reporter.line(f"{verdict.value}  (report: {page})")
+    reporter.result({**to_document(results), "report": str(page), "json": str(document)})
+    return _EXITS.get(verdict, EXIT_INCONCLUSIVE)
 
 
 def _thresholds(gate: str, max_kl: float | None, max_ppl_increase: float | None, max_drop: float | None) -> Thresholds:
@@ -120,7 +137,19 @@ def _thresholds(gate: str, max_kl: float | None, max_ppl_increase: float | None,
     )
 
 
-def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
+def _print(reporter: Reporter, results: Sequence[Comparison]) -> None:
+    from qtool.evalsets.ranking import ranked
+    from qtool.evalsets.report import RANKING_HEADER, ranking_row
+
+    best_first = ranked(results)
+    for result in best_first:
+        _print_one(reporter, result)
+    if len(results) > 1:
+        rows = [ranking_row(i, c) for i, c in enumerate(best_first, 1)]
+        reporter.table(f"Against {results[0].base.name}, best first", RANKING_HEADER, rows)
+
+
+def _print_one(reporter: Reporter, result: Comparison) -> None:
     from qtool.evalsets.report import HEADER, change, megabytes, metric_row, reasons
 
     title = f"{result.candidate.name} against {result.base.name}"
@@ -149,4 +178,3 @@ def _print(reporter: Reporter, result: Comparison, page: Path) -> None:
         reporter.line("kept from an earlier run: " + "; ".join(f"{m.name}: {', '.join(m.recalled)}" for m in kept))
     for line in (*reasons(result), *result.notes):
         reporter.line(f"  {line}")
-    reporter.line(f"{result.verdict.value}  (report: {page})")

@@ -18,6 +18,7 @@ from qtool.evalsets.compare import Comparison
 from qtool.evalsets.divergence import Position
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.harness import TaskResult
+from qtool.evalsets.ranking import ranked, to_document, worst_verdict
 from qtool.evalsets.statistics import Verdict
 from qtool.quant.textfile import write_text
 
@@ -99,14 +100,20 @@ def reasons(comparison: Comparison) -> list[str]:
 
 
 def write_report(comparison: Comparison, out: Path, command: Sequence[str]) -> tuple[Path, Path]:
+    """`write_reports` of one comparison."""
+    return write_reports([comparison], out, command)
+
+
+def write_reports(comparisons: Sequence[Comparison], out: Path, command: Sequence[str]) -> tuple[Path, Path]:
     """Write report.html and compare.json into the folder `out` (made where missing); returns both paths.
 
-    Each file is written beside and renamed, so that a reader never sees half of one.
+    Each file is written beside and renamed, so that a reader never sees half of one. compare.json follows
+    compare.schema.json, which lies in this package.
     """
     out.mkdir(parents=True, exist_ok=True)
-    document = {**comparison.to_dict(), "command": shlex.join(command)}
+    document = {**to_document(comparisons), "command": shlex.join(command)}
     pages = {
-        "report.html": html(comparison, command),
+        "report.html": html(comparisons, command),
         "compare.json": json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, text in pages.items():
@@ -114,25 +121,52 @@ def write_report(comparison: Comparison, out: Path, command: Sequence[str]) -> t
     return out / "report.html", out / "compare.json"
 
 
-def html(comparison: Comparison, command: Sequence[str]) -> str:
-    """The whole report as one HTML document that fetches nothing."""
+def html(comparisons: Sequence[Comparison], command: Sequence[str]) -> str:
+    """The whole report as one HTML document that fetches nothing; several candidates follow their ranking."""
     style = files("qtool.evalsets").joinpath("report.css").read_text(encoding="utf-8")
-    title = f"{comparison.verdict.value}: {comparison.candidate.name} against {comparison.base.name}"
-    sections = (
-        _head(comparison),
-        _table_section(comparison),
-        _divergence_section(comparison),
-        *(_task_section(m, b, c) for m, (b, c) in zip(comparison.metrics[2:], comparison.tasks)),
-        _scheme_section(comparison),
-        _worst_section(comparison.windows.worst),
-        _reproduce_section(comparison, command),
-    )
+    best_first = ranked(comparisons)
+    title = f"{worst_verdict(comparisons).value}: {best_first[0].candidate.name} against {best_first[0].base.name}"
+    sections = [] if len(comparisons) == 1 else [_ranking_section(best_first)]
+    for c in best_first:
+        sections += [
+            _head(c),
+            _table_section(c),
+            _divergence_section(c),
+            *(_task_section(m, before, after) for m, (before, after) in zip(c.metrics[2:], c.tasks)),
+            _scheme_section(c),
+            _worst_section(c.windows.worst),
+            _reproduce_section(c, command),
+        ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style></head><body><main>\n"
         + "\n".join(s for s in sections if s)
         + "\n</main></body></html>\n"
+    )
+
+
+RANKING_HEADER = ("rank", "candidate", "weights", "mean KL", "perplexity", "verdict")
+
+
+def ranking_row(place: int, c: Comparison) -> tuple[str, ...]:
+    """One candidate as the cells of RANKING_HEADER."""
+    kl, perplexity = (change(m) for m in c.metrics[:2])
+    return str(place), c.candidate.name, megabytes(c.candidate.bytes), kl, perplexity, c.verdict.value
+
+
+def _ranking_section(best_first: Sequence[Comparison]) -> str:
+    verdict = worst_verdict(best_first)
+    rows = [
+        [*(f'<span class="nowrap">{escape(cell)}</span>' for cell in ranking_row(i, c)[:-1]), _chip(c.verdict)]
+        for i, c in enumerate(best_first, 1)
+    ]
+    return (
+        f'<header class="{verdict.value.lower()}"><div class="kicker">qtool compare · ranking</div>'
+        f"<h1>{len(best_first)} candidates</h1>"
+        f'<div class="models">against <b>{escape(best_first[0].base.name)}</b></div>'
+        '<p class="soft">What passes comes first, and the smaller of what passes. The run passes where all pass.</p>'
+        f"{_table(RANKING_HEADER, rows)}</header>"
     )
 
 

@@ -104,6 +104,6 @@ class FakeServed:
         raise NotImplementedError("the comparison does not generate")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake_served() -> type[FakeServed]:
     return FakeServed

@@ -45,7 +45,7 @@ def test_a_model_against_itself_passes(tiny: Path, task: Path, fake_served: Any)
     assert same.noise.mean_kl < 1e-6
     assert same.noise.flips == 0
     assert all(len(metric_row(m)) == len(HEADER) for m in same.metrics)
-    assert "Every metric is within its limit" in html(same, ["qtool"])
+    assert "Every metric is within its limit" in html([same], ["qtool"])
     assert [m.verdict for m in same.metrics] == [Verdict.PASS] * 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -39,6 +40,26 @@ def test_too_few_windows_for_a_narrow_limit_are_inconclusive(tiny: Path, tiny_no
     assert run(["compare", str(tiny), str(tiny_noisy), *SMALL, *limits, "--out", str(tmp_path / "second")]) == 2
 
 
+def test_several_candidates_and_files_for_ci(
+    tiny: Path, tiny_noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The failed one comes last, and its status is the run's; a gate that lets it pass says so."""
+    files = ["--junit", str(tmp_path / "j.xml"), "--markdown", str(tmp_path / "m.md")]
+    models = ["compare", str(tiny), str(tiny_noisy), str(tiny)]
+    assert run([*models, *SMALL, "--out", str(tmp_path / "out"), "--json", *files]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert [(r["candidate"], r["verdict"]) for r in printed["ranking"]] == [
+        (str(tiny), "PASS"),
+        (str(tiny_noisy), "FAIL"),
+    ]
+    assert [s.get("failures") for s in ElementTree.parse(tmp_path / "j.xml").getroot()] == ["2", "0"]
+    assert "2 candidates" in (tmp_path / "m.md").read_text(encoding="utf-8")
+
+    gate = tmp_path / "gate.toml"
+    gate.write_text("[kl]\nmax = 1000\n[perplexity]\ncounts = false\n")
+    assert run([*models, *SMALL, "--out", str(tmp_path / "out"), "--gate", str(gate)]) == 0
+
+
 def test_refusals_are_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"context": "a", "choices": ["b", "c"], "answer": 2}\n')
@@ -49,6 +70,8 @@ def test_refusals_are_one_line(tiny: Path, tmp_path: Path, capsys: pytest.Captur
         ([str(tiny), str(tmp_path / "none")], "no such folder"),
         ([str(tiny), str(truncated)], "truncated or damaged"),
         ([str(tiny), str(tiny), "--tasks", str(bad)], "bad.jsonl, line 1: answer 2 is outside the choices"),
+        ([str(tiny), str(tiny), "--gate", str(bad)], "bad.jsonl: not valid TOML"),
+        ([str(tiny), str(tiny), "--junit", str(tmp_path / "no" / "j.xml")], "does not exist"),
         ([str(tiny), str(tiny), "--max-drop", "-1"], "--max-drop must be a positive number"),
         ([str(tiny), str(tiny), "--out", str(bad)], "is a file"),
         ([str(tiny), str(tiny), "--context", "500"], "takes 128 tokens at most"),

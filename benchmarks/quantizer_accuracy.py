@@ -25,6 +25,7 @@ from qtool.quant.calibration import calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.formats import open_reader
 from qtool.quant.hub import resolve_model
+from qtool.quant.job import DEFAULT_ITERS
 from qtool.quant.pipeline import quantize
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.structure import linear_shapes
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path, required=True, help="plain text")
     parser.add_argument("--run", action="append", required=True, metavar="METHOD:SCHEME[:GRID]")
     parser.add_argument("--untie", action="store_true", help="store a tied head by itself (rotation needs it)")
+    parser.add_argument("--iters", type=int, default=DEFAULT_ITERS, help="steps of the rounding search in each block")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window-length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=32)
@@ -128,6 +130,7 @@ def main() -> None:
             method=method,
             calibration=calibration,
             untie=args.untie,
+            iters=args.iters,
             grid=grid[0] if grid else None,
             overwrite=True,
         )

@@ -17,14 +17,18 @@ from qtool.cli.engine_options import check_kv_cache_dtype
 if TYPE_CHECKING:
     from qtool.evalsets.compare import Comparison
     from qtool.evalsets.gate import Thresholds
+    from qtool.evalsets.history import History, Past
 
 _EXITS = {"PASS": EXIT_PASS, "FAIL": EXIT_FAIL}
 
 
 def command(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The 16-bit model: folder, hub id or built-in name.")],
-    quants: Annotated[
-        list[str], typer.Argument(metavar="QUANT...", help="Quantized models: folder or hub id. Several are ranked.")
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BASE QUANT...",
+            help="The 16-bit model, then quantized ones: folder, hub id or built-in name. Several are ranked.",
+        ),
     ],
     data: Annotated[
         Path | None, typer.Option(help="Text for perplexity and KL: .txt, or .jsonl with text. Default: built in.")
@@ -59,6 +63,12 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for report.html and compare.json.")] = Path("compare-report"),
     junit: Annotated[Path | None, typer.Option("--junit", help="JUnit XML file to write, for CI.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Markdown file to write, for a comment.")] = None,
+    history: Annotated[
+        Path | None, typer.Option("--history", help="Folder that keeps runs, for a trend in the report.")
+    ] = None,
+    against: Annotated[
+        str, typer.Option("--against", help="`last-pass`: BASE, left out then, is what passed last in --history.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="Activations: auto (as served), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option("--kv-cache-dtype", help="KV cache of QUANT (BASE's stays as it is): auto, int8 or float.")
@@ -79,6 +89,7 @@ def command(
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
     from qtool.evalsets import exports
     from qtool.evalsets.compare import BUILT_IN, compare_all
+    from qtool.evalsets.history import History, series_of
     from qtool.evalsets.kept import baseline_folder
     from qtool.evalsets.ranking import to_document, worst_verdict
     from qtool.evalsets.report import write_reports
@@ -90,6 +101,8 @@ def command(
         if file is not None:
             check_writable(file)
     thresholds = _thresholds(gate, max_kl, max_ppl_increase, max_drop)
+    runs = None if history is None else History(history)
+    base, quants = _sides(models, against, runs)
     sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
     reporter = Reporter(quiet, json_result)
@@ -111,7 +124,12 @@ def command(
             progress=progress,
             cache=None if no_cache else baseline_folder(),
         )
-    page, document = write_reports(results, out, ["qtool", *sys.argv[1:]])
+    past: list[Past] = []
+    if runs is not None:
+        for result in results:
+            runs.add(result, against)
+        past = runs.series(series_of(results[-1]))
+    page, document = write_reports(results, out, ["qtool", *sys.argv[1:]], past)
     if junit is not None:
         write_text(junit, exports.junit(results))
     if markdown is not None:
@@ -121,6 +139,21 @@ def command(
     reporter.line(f"{verdict.value}  (report: {page})")
     reporter.result({**to_document(results), "report": str(page), "json": str(document)})
     return _EXITS.get(verdict, EXIT_INCONCLUSIVE)
+
+
+def _sides(models: list[str], against: str, runs: History | None) -> tuple[str, list[str]]:
+    """The base and the candidates. Raises QtoolError where one of them is not given."""
+    from qtool.quant.errors import QtoolError
+
+    if not against:
+        if len(models) < 2:
+            raise QtoolError("name the base and at least one candidate: qtool compare BASE QUANT")
+        return models[0], models[1:]
+    if against != "last-pass":
+        raise QtoolError(f"--against {against!r}: only last-pass is known; a base of a name is the first argument")
+    if runs is None:
+        raise QtoolError("--against last-pass: say with --history DIR which runs are meant")
+    return runs.last_pass(), models
 
 
 def _thresholds(gate: str, max_kl: float | None, max_ppl_increase: float | None, max_drop: float | None) -> Thresholds:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,36 @@ def window_plot(base: Sequence[float], candidate: Sequence[float]) -> str:
         if math.isfinite(b):
             body.append(f'<circle cx="{x(b):.1f}" cy="{y:.1f}" r="4" class="base"><title>{b:.3f}</title></circle>')
     return _svg(width, height, "Perplexity of each window", body)
+
+
+def trend_plot(runs: Sequence[str], losses: Mapping[str, Sequence[float | None]], verdicts: Sequence[str]) -> str:
+    """Loss of every metric as a multiple of its limit, a band a metric, run after run; `runs` are the names of dots."""
+    width, left, right, top, tall = 980.0, 190.0, 80.0, 14.0, 74.0
+    height = top + tall * len(losses) + 24
+
+    def x(run: int) -> float:
+        return left + (run + 0.5) / len(runs) * (width - left - right)
+
+    body = []
+    for band, (name, values) in enumerate(losses.items()):
+        bottom = top + tall * (band + 1) - 12
+        finite = [v for v in values if v is not None]
+        most, least = min(max(1.25, *finite, 1.25), 6.0), max(min(0.0, *finite, 0.0), -3.0)
+
+        def y(value: float, most: float = most, least: float = least, bottom: float = bottom) -> float:
+            return bottom - (min(max(value, least), most) - least) / (most - least) * (tall - 20)
+
+        body += [_line(left, y(1), width - right, y(1), "limit"), _line(left, y(0), width - right, y(0), "zero")]
+        body += [_text(left - 14, y(0.5) + 4, name, "name", "end"), _text(width - right + 8, y(1) + 4, "limit", "tick")]
+        points = [(i, v) for i, v in enumerate(values) if v is not None]
+        body += [_line(x(i), y(v), x(j), y(w), "link") for (i, v), (j, w) in pairwise(points)]
+        for i, v in points:
+            title = escape(f"{runs[i]}: {v:.2f} of the limit")
+            dot = f'<circle cx="{x(i):.1f}" cy="{y(v):.1f}" r="4" class="mark {verdicts[i].lower()}">'
+            body.append(f"{dot}<title>{title}</title></circle>")
+    body.append(_text(left, height - 6, "oldest run", "tick"))
+    body.append(_text(width - right, height - 6, "this run", "tick", "end"))
+    return _svg(width, height, "Loss of each metric over the runs, as multiples of its limit", body)
 
 
 def _nice_ticks(low: float, high: float) -> list[float]:

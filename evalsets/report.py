@@ -18,6 +18,7 @@ from qtool.evalsets.compare import Comparison
 from qtool.evalsets.divergence import Position
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.harness import TaskResult
+from qtool.evalsets.history import Past, metric_names
 from qtool.evalsets.ranking import ranked, to_document, worst_verdict
 from qtool.evalsets.statistics import Verdict
 from qtool.quant.textfile import write_text
@@ -104,16 +105,19 @@ def write_report(comparison: Comparison, out: Path, command: Sequence[str]) -> t
     return write_reports([comparison], out, command)
 
 
-def write_reports(comparisons: Sequence[Comparison], out: Path, command: Sequence[str]) -> tuple[Path, Path]:
+def write_reports(
+    comparisons: Sequence[Comparison], out: Path, command: Sequence[str], past: Sequence[Past] = ()
+) -> tuple[Path, Path]:
     """Write report.html and compare.json into the folder `out` (made where missing); returns both paths.
 
     Each file is written beside and renamed, so that a reader never sees half of one. compare.json follows
-    compare.schema.json, which lies in this package.
+    compare.schema.json, which lies in this package. `past`: runs of the same series with these as its last, for
+    the trend.
     """
     out.mkdir(parents=True, exist_ok=True)
     document = {**to_document(comparisons), "command": shlex.join(command)}
     pages = {
-        "report.html": html(comparisons, command),
+        "report.html": html(comparisons, command, past),
         "compare.json": json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, text in pages.items():
@@ -121,7 +125,7 @@ def write_reports(comparisons: Sequence[Comparison], out: Path, command: Sequenc
     return out / "report.html", out / "compare.json"
 
 
-def html(comparisons: Sequence[Comparison], command: Sequence[str]) -> str:
+def html(comparisons: Sequence[Comparison], command: Sequence[str], past: Sequence[Past] = ()) -> str:
     """The whole report as one HTML document that fetches nothing; several candidates follow their ranking."""
     style = files("qtool.evalsets").joinpath("report.css").read_text(encoding="utf-8")
     best_first = ranked(comparisons)
@@ -137,6 +141,7 @@ def html(comparisons: Sequence[Comparison], command: Sequence[str]) -> str:
             _worst_section(c.windows.worst),
             _reproduce_section(c, command),
         ]
+    sections.insert(2, _trend_section(past))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -205,6 +210,23 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "")
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _trend_section(past: Sequence[Past]) -> str:
+    if len(past) < 2:
+        return ""
+    losses = {name: [run.losses.get(name) for run in past] for name in metric_names(past)}
+    names = [f"{run.started} {run.candidate}" for run in past]
+    plot = charts.trend_plot(names, losses, [run.verdict.value for run in past])
+    rows = [
+        (escape(run.started), escape(run.candidate), megabytes(run.bytes), _chip(run.verdict))
+        for run in reversed(past[-10:])
+    ]
+    return (
+        '<section><h2>Trend</h2><p class="soft">Runs with this base and these questions, from the history.</p>'
+        f"<figure>{plot}<figcaption>Loss of each metric as a multiple of its limit at the time; the colour is the "
+        f"run’s verdict.</figcaption></figure>{_table(('started', 'candidate', 'weights', 'verdict'), rows)}</section>"
     )
 
 

@@ -61,8 +61,10 @@ def search_block(
         originals: the unrounded [N, K] weights, with channel scales where such were applied.
         targets: [b, seq, hidden] each, the 16-bit model's own hidden states after this block.
 
-    The block's own weights are left as they are.
+    The block's own weights are given up: the search puts stand-ins in their place, and the caller what it found.
     """
+    for name in starts:
+        block.linears[name].weight.data = torch.empty(0)  # one copy of the block less in memory
     token_weights = _token_weights(targets)
     device = token_weights.device
     dtype = _fast_dtype(device)

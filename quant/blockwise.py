@@ -303,14 +303,15 @@ def quantize_block(
                     stored = linear.weight.data.to(settings.scale_dtype)
                     linear.weight.data = stored.to(linear.weight.dtype)
                     result.changed[f"{name}.weight"] = stored
-        originals: dict[str, Tensor] = {}  # held for the search alone
+        originals: Mapping[str, Tensor] = {}  # held for the search alone
         if settings.stages.search:
-            originals = {name: linear.weight.data for name, linear in block.linears.items()}
-        hessians: dict[str, Tensor] = {}
+            originals = block.spill.hold({name: linear.weight.data for name, linear in block.linears.items()})
+        hessians: dict[str, Mapping[str, Tensor]] = {}  # layer → that of its group
         for group in structure.groups:
             hessian = round_group(block, group, schemes, settings, result, ratios.get(group.kind))
             if hessian is not None and settings.stages.search:
-                hessians.update(dict.fromkeys(group_layers(block, group), hessian))
+                hessians.update(dict.fromkeys(group_layers(block, group), block.spill.hold({"hessian": hessian})))
+            del hessian
     if settings.stages.search:
         assert targets is not None
         _search(block, originals, hessians, targets, settings, result)
@@ -330,7 +331,7 @@ def _scale(
 def _search(
     block: Block,
     originals: Mapping[str, Tensor],
-    hessians: Mapping[str, Tensor],
+    hessians: Mapping[str, Mapping[str, Tensor]],
     targets: Sequence[Tensor],
     settings: Settings,
     result: BlockResult,
@@ -345,12 +346,13 @@ def _search(
     seconds = (time.perf_counter() - started) / max(1, len(found.weights))
     for name, weight in found.weights.items():
         values = weight.dequantize()
-        error = row_errors(originals[name] - values, hessians[name])
+        original, hessian = originals[name], hessians[name]["hessian"]
+        error = rounding_errors(original, weight, hessian)
         record = result.records[name]
         result.records[name] = replace(
             record,
-            relative_error=_relative(error, row_errors(originals[name], hessians[name])),
-            clipped=clipped_share(originals[name], weight),
+            relative_error=_relative(error, row_errors(original, hessian)),
+            clipped=clipped_share(original, weight),
             changed_codes=changed_share(result.weights[name], weight),
             block_loss_ratio=found.loss / found.start_loss if found.start_loss > 0 else 1.0,
             seconds=record.seconds + seconds,

@@ -31,6 +31,7 @@ from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.hub import cache_folder
 from qtool.quant.numerics import check_finite
 from qtool.quant.skeleton import skeleton
+from qtool.quant.spill import Spill
 from qtool.quant.structure import structure_of
 
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a GPU needs more at a time, or it waits for Python
@@ -193,6 +194,7 @@ class Block:
         inputs: [b, seq, hidden] each; the sequence changes when the walk goes on, its tensors do not.
         compute: 16-bit dtype in which the linears and attention multiply (sums, norms and the hidden states stay in the
             dtype of the weights); None: everything in the dtype of the weights.
+        spill: where tensors as large as the block go that nobody needs for a while.
     """
 
     def __init__(
@@ -204,9 +206,11 @@ class Block:
         inputs: Sequence[Tensor],
         positions: _Positions,
         compute: torch.dtype | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.index, self.name, self.module, self.linears, self.inputs = index, name, module, linears, inputs
         self.compute = compute
+        self.spill = spill or Spill(cache_folder() / "activations")
         self._positions = positions
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -294,11 +298,12 @@ class BlockWalker:
                 f"{checkpoint.folder}: its tokenizer gives token {highest}, and the embedding has {len(table)} rows"
             )
         num_bytes = samples.numel() * table.shape[1] * dtype.itemsize
+        self.spill = Spill(cache_folder() / "activations", activation_memory)
         self.states = HiddenStates(
             (self._place(table[batch]) for batch in torch.split(samples, rows)),
             num_bytes,
             memory=num_bytes if activation_memory is None else activation_memory,
-            folder=cache_folder() / "activations",
+            folder=self.spill.folder,
         )
         self._finished = 0
 
@@ -329,7 +334,7 @@ class BlockWalker:
         module = self._load(name)
         members = [member for group in self.structure.groups for member in group.members]
         linears = {f"{name}.{member}": module.get_submodule(member) for member in members}
-        return Block(index, name, module, linears, inputs, self._positions, self.compute)  # type: ignore[arg-type]
+        return Block(index, name, module, linears, inputs, self._positions, self.compute, self.spill)  # type: ignore[arg-type]
 
     def head(self) -> nn.Module:
         """Final norm and output projection: hidden states [..., hidden] → logits [..., vocab]."""

@@ -110,7 +110,7 @@ class _StraightThrough(torch.autograd.Function):
         code = value.round().add_(zero)
         inside = (code >= 0) & (code <= max_code)
         code.clamp_(0, max_code).sub_(zero)
-        ctx.save_for_backward(code.to(torch.int16), inside, scale, stored)
+        ctx.save_for_backward(code.to(torch.int8 if max_code < 128 else torch.int16), inside, scale, stored)
         return code.mul_(stored).flatten(1).to(dtype)
 
     @staticmethod
@@ -133,18 +133,28 @@ def _latent(weight: Tensor, start: QuantizedWeight) -> _Latent:
 
 
 class _Descent:
-    """Adam (Kingma and Ba 2014, arXiv 1412.6980) without weight decay; its steps do not depend on the loss's scale."""
+    """Adam (Kingma and Ba 2014, arXiv 1412.6980) without weight decay; its steps do not depend on the loss's scale.
+
+    The running means are kept in bfloat16, a variable moves as soon as its gradient is complete, and the gradient is
+    let go then: what a block takes in memory is mostly this.
+    """
 
     def __init__(self, variable: Tensor, step: float) -> None:
-        self.variable, self.step = variable, step
-        self.mean, self.square = torch.zeros_like(variable), torch.zeros_like(variable)
+        self.step = step
+        self.iteration, self.share = 0, 1.0  # counted from 1; how much of a full step to take
+        self.mean = torch.zeros_like(variable, dtype=torch.bfloat16)
+        self.square = torch.zeros_like(self.mean)
+        variable.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
 
-    def move(self, grad: Tensor, iteration: int, share: float) -> None:
-        """One step of `share` the full length; `iteration` counts from 1."""
-        self.mean.lerp_(grad, 1 - _MOMENTUM)
-        self.square.mul_(_DECAY).addcmul_(grad, grad, value=1 - _DECAY)
-        size = (self.square / (1 - _DECAY**iteration)).sqrt_().add_(1e-20)
-        self.variable.addcdiv_(self.mean, size, value=-self.step * share / (1 - _MOMENTUM**iteration))
+    def _move(self, variable: Tensor) -> None:
+        assert variable.grad is not None
+        grad, variable.grad = variable.grad, None
+        mean = self.mean.float().lerp_(grad, 1 - _MOMENTUM)
+        self.mean.copy_(mean)
+        square = grad.square_().mul_(1 - _DECAY).add_(self.square, alpha=_DECAY)
+        self.square.copy_(square)
+        size = square.div_(1 - _DECAY**self.iteration).sqrt_().add_(1e-20)
+        variable.addcdiv_(mean, size, value=-self.step * self.share / (1 - _MOMENTUM**self.iteration))
 
 
 def _mean_loss(weights: dict[str, Tensor], loss: Loss, samples: int, batch: int) -> float:
@@ -192,15 +202,16 @@ def search_rounding(
             order = torch.randperm(samples, generator=generator)
         drawn, order = order[:batch], order[batch:]
         value = loss({name: latent.weight(dtype) for name, latent in latents.items()}, drawn)
-        grads = torch.autograd.grad(value / start_loss, free)
-        with torch.no_grad():
-            for descent, grad in zip(descents, grads, strict=True):
-                descent.move(grad, iteration, 1 - (iteration - 1) / settings.iters)
-            if iteration in checked:
+        for descent in descents:
+            descent.iteration, descent.share = iteration, 1 - (iteration - 1) / settings.iters
+        torch.autograd.backward(value / start_loss)  # the variables move in it
+        del value
+        if iteration in checked:
+            with torch.no_grad():
                 found = {name: latent.quantized() for name, latent in latents.items()}
-                reached = _mean_loss({n: w.dequantize(dtype) for n, w in found.items()}, loss, samples, batch)
-                if reached < best_loss:
-                    best, best_loss = found, reached
+            reached = _mean_loss({n: w.dequantize(dtype) for n, w in found.items()}, loss, samples, batch)
+            if reached < best_loss:
+                best, best_loss = found, reached
     return SearchResult(best, best_loss, start_loss)
 
 

@@ -38,7 +38,8 @@ def command(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Multiple-choice set: .jsonl (id, context, choices, answer), `grammar`, or `none`. Repeatable."
+            help="Multiple-choice set: .jsonl (id, context, choices, answer); `grammar`, `facts`, `arithmetic`, "
+            "`retrieval`, `code`, `chinese`; or `none`. Repeatable."
         ),
     ] = None,
     lm_eval_tasks: Annotated[

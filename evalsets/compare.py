@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from qtool.evalsets import statistics as st
+from qtool.evalsets.builtin import choice_set
 from qtool.evalsets.divergence import WindowComparison
 from qtool.evalsets.fingerprint import answer_facts, environment, tokenizer_fingerprint
 from qtool.evalsets.gate import (
@@ -23,9 +24,8 @@ from qtool.evalsets.gate import (
     task_metric,
     verdict_of,
 )
-from qtool.evalsets.grammar import grammar_set
 from qtool.evalsets.harness import Served, TaskResult, named_tasks
-from qtool.evalsets.items import only_distinct, read_choice_set
+from qtool.evalsets.items import only_distinct
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import Distribution, describe
 from qtool.evalsets.statistics import Interval, Verdict
@@ -39,7 +39,7 @@ from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 
-BUILT_IN = "grammar"  # the name under which --tasks knows the built-in set
+BUILT_IN = "grammar"  # the built-in set that is asked where none is named
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def compare_all(
         base, candidates: folder, hub id or built-in name.
         data: text for perplexity and divergence (.txt, or .jsonl with "text"); None: the standard library's.
         windows, context: how many windows of how many tokens of it.
-        tasks: multiple-choice files, or "grammar" for the built-in set; may be empty.
+        tasks: multiple-choice files, or names of built-in sets (see `builtin`); may be empty.
         lm_eval_tasks: lm-eval's own tasks by name; `lm_eval_limit` items of each (None: all).
         thresholds: the gate's; None: the defaults.
         dtype, device: for the runtime; logits are compared in float32 whatever they are.
@@ -170,7 +170,7 @@ def compare_all(
     limits = thresholds or Thresholds()
     if not candidates:
         raise QtoolError("nothing to compare with the base: name at least one candidate")
-    sets = tuple(grammar_set() if str(t) == BUILT_IN else read_choice_set(Path(t)) for t in tasks)
+    sets = tuple(choice_set(task) for task in tasks)
     only_distinct(sets)
     folders = [resolve_model(model, progress=progress) for model in (base, *candidates)]
     described = [_describe(folder) for folder in folders]

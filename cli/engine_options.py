@@ -37,6 +37,12 @@ SchedulingPolicy = Annotated[
         help="Who is served first: fcfs (first come), priority (lowest `priority`), shortest (shortest prompt).",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", help="The same tokens alone or among others, cached or not. On a CPU alone; slower."
+    ),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -72,6 +78,7 @@ def engine_args(
     kv_cache_dtype: str,
     block_size: int,
     scheduling_policy: str = "fcfs",
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
@@ -100,6 +107,7 @@ def engine_args(
         "max_model_len": max_model_len,
         "block_size": block_size,
         "scheduling_policy": scheduling_policy,
+        "deterministic": deterministic,
         "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

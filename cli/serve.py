@@ -11,6 +11,7 @@ import typer
 from qtool.cli.common import Device, Model, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
+    Deterministic,
     Dtype,
     KVCacheDtype,
     KVCacheMemory,
@@ -43,6 +44,7 @@ def command(
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
     scheduling_policy: SchedulingPolicy = "fcfs",
+    deterministic: Deterministic = False,
     drain_s: Annotated[
         float, typer.Option("--drain-s", help="At Ctrl-C or SIGTERM, seconds for running requests to finish.")
     ] = 30.0,
@@ -68,6 +70,7 @@ def command(
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         scheduling_policy=scheduling_policy,
+        deterministic=deterministic,
     )
     from qtool.runtime.server.launch import bind, run, url_of
 

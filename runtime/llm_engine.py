@@ -70,6 +70,8 @@ class LLMEngine:
         scheduling_policy: fcfs, priority or shortest, see engine/policy.py.
         static_batching: request-level batching, for comparison.
         prefix_caching: share the KV blocks of equal prefixes.
+        deterministic: a request gets the same tokens alone or among others, whatever is cached, chunked or preempted;
+            on a CPU alone, and slower: see executor/batch_invariant.py.
         seed: base of the random streams of requests without a seed of their own.
 
     Raises:
@@ -91,6 +93,7 @@ class LLMEngine:
         scheduling_policy: str = "fcfs",
         static_batching: bool = False,
         prefix_caching: bool = True,
+        deterministic: bool = False,
         seed: int = 0,
         progress: ProgressFn = silent,
     ) -> None:
@@ -103,6 +106,8 @@ class LLMEngine:
         )
         check_kv_cache_dtype(kv_cache_dtype)
         where = resolve_device(device)
+        if deterministic and where.type != "cpu":
+            raise QtoolError("deterministic: kernels on a GPU sum by the batch; take --device cpu, or leave it out")
         folder = resolve_model(model, progress=progress)
         self.model_name = str(model)
         self.config: dict[str, Any] = read_config(folder)
@@ -137,7 +142,7 @@ class LLMEngine:
         self.device = where
         self.dtype = decoder.dtype
         self._vocab_size = decoder.config.vocab_size
-        self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size)
+        self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size, deterministic=deterministic)
         self.runner.prepare(max_num_seqs, wanted)
         self._core = EngineCore(
             replace(scheduling, max_model_len=wanted),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
+from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.dispatch import layer_ops
 from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
@@ -44,14 +45,23 @@ class _InFlight:
 
 
 class ModelRunner:
-    """The executor on one device: owns the KV cache, `num_blocks` blocks of `block_size` tokens per layer."""
+    """The executor on one device: owns the KV cache, `num_blocks` blocks of `block_size` tokens per layer.
 
-    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int) -> None:
+    Args:
+        deterministic: what a request gets does not depend on what else is in a step, see batch_invariant.py; CPU only.
+    """
+
+    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int, deterministic: bool = False) -> None:
         self.model = model
         self.block_size = block_size
         self.device = model.embed.device
         config = model.config
         self.ops = layer_ops(model.attention_shape, config.hidden_size, block_size, model.dtype, self.device)
+        self._sample_rows = sample
+        if deterministic:
+            self.ops = invariant_ops(self.ops)
+            self.model = invariant_model(model)
+            self._sample_rows = sample_apart
         self.caches = [
             make_kv_cache(
                 num_blocks,
@@ -222,7 +232,7 @@ class ModelRunner:
 
     def _sampled_results(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> list[StepResult]:
         """Results of a step of decodes alone."""
-        tokens, logprobs = sample(logits.float(), _sampling_rows(batch))
+        tokens, logprobs = self._sample_rows(logits.float(), _sampling_rows(batch))
         return [self._failure() if t == NO_TOKEN else StepResult(t, p) for t, p in zip(tokens, logprobs)]
 
     def _sample(
@@ -233,7 +243,7 @@ class ModelRunner:
         if not due:
             return {}
         logits = self._logits(hidden, [f + w.num_tokens - 1 for w, f in due])
-        tokens, logprobs = sample(logits, _sampling_rows([w for w, _ in due]))
+        tokens, logprobs = self._sample_rows(logits, _sampling_rows([w for w, _ in due]))
         return {f: (t, p) for (w, f), t, p in zip(due, tokens, logprobs) if w.sample}
 
     def _score(

@@ -84,10 +84,12 @@ def plan_attention(
     windows: frozenset[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    apart: bool = False,
 ) -> AttentionBatch:
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
-    Rows of one token come first, in ascending order of `starts`.
+    Rows of one token come first, in ascending order of `starts`; in any order where they stay `apart`, each a group of
+    its own, so that nothing of a row's attention depends on the others.
     """
     positions: list[int] = []
     slots: list[int] = []
@@ -98,7 +100,8 @@ def plan_attention(
     position = torch.tensor(positions, dtype=torch.long, device=device)
     singles = sum(1 for c in counts if c == 1)
     decodes = []
-    for rows in group_by_length(starts[:singles]):
+    groups = [slice(i, i + 1) for i in range(singles)] if apart else group_by_length(starts[:singles])
+    for rows in groups:
         blocks = (starts[rows.stop - 1] + block_size) // block_size
         ids = [b for table in tables[rows] for b in (*table[:blocks], *[table[0]] * (blocks - len(table)))]
         alone = rows.stop - rows.start == 1

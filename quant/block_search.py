@@ -64,7 +64,8 @@ def search_block(
     The block's own weights are given up: the search puts stand-ins in their place, and the caller what it found.
     """
     for name in starts:
-        block.linears[name].weight.data = torch.empty(0)  # one copy of the block less in memory
+        weight = block.linears[name].weight
+        weight.data = weight.data.new_empty(0)  # one copy of the block less in memory
     token_weights = _token_weights(targets)
     device = token_weights.device
     dtype = _fast_dtype(device)

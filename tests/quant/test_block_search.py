@@ -26,8 +26,8 @@ CALIBRATION = CalibrationSet(TOKENS, "random tokens", "1" * 64)
 SCHEME = QuantScheme(4, 32, symmetric=False)
 
 
-def run(source: Path, out: Path, method: str) -> Any:
-    return quantize(source, out, scheme=SCHEME, method=method, calibration=CALIBRATION)
+def run(source: Path, out: Path, method: str, *, memory: int | None = None) -> Any:
+    return quantize(source, out, scheme=SCHEME, method=method, calibration=CALIBRATION, activation_memory=memory)
 
 
 def logit_error(source: Path, artifact: Path) -> float:
@@ -64,8 +64,8 @@ def test_stages_add_up(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_bytes_and_its_record(tiny_llama: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run(tiny_llama, tmp_path / name, "awq+rounding")
+    for name, memory in (("a", None), ("b", 0)):  # what is held aside in memory, or on disk
+        run(tiny_llama, tmp_path / name, "awq+rounding", memory=memory)
     for path in sorted((tmp_path / "a").iterdir()):
         if path.name != RUN_RECORD:  # times
             assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name

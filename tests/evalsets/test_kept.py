@@ -88,6 +88,7 @@ def test_a_killed_run_goes_on_after_its_last_finished_part(
 def test_damaged_parts_are_evaluated_again_and_said(
     suffix: str, tiny: Path, tmp_path: Path, fake_served: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING", logger="qtool")  # a command with --quiet may have run before
     options: dict[str, Any] = {"windows": 2, "context": 64, "tasks": [], "cache": tmp_path / "cache"}
     compare(tiny, tiny, **options, serve=fake_served)
     (path,) = (tmp_path / "cache").rglob(f"logits-*.{suffix}")

@@ -24,6 +24,7 @@ def test_large_sets_go_to_a_file_without_a_name(tmp_path: Path) -> None:
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.zero_()  # the file does not follow
-    assert list(held) == ["a", "b"] and len(held) == 2
+    assert list(held) == ["a", "b"]
+    assert len(held) == 2
     assert all(torch.equal(held[name], copy) and held[name].dtype == copy.dtype for name, copy in copies.items())
     assert list((tmp_path / "aside").iterdir()) == []

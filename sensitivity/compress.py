@@ -17,6 +17,7 @@ from qtool.evalsets.compare import BUILT_IN, Comparison, compare
 from qtool.evalsets.gate import Thresholds
 from qtool.evalsets.grammar import grammar_set
 from qtool.evalsets.items import only_distinct, read_choice_set
+from qtool.evalsets.kept import baseline_folder
 from qtool.evalsets.report import reasons, write_report
 from qtool.evalsets.statistics import Verdict
 from qtool.evalsets.windows import text_windows
@@ -364,6 +365,7 @@ class _Run:
             device=self.wish.device,
             seed=self.wish.seed,
             progress=self.progress,
+            cache=baseline_folder(),
         )
 
     def _finish(self, candidate: Path, steps: list[Step]) -> Outcome:

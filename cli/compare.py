@@ -89,7 +89,7 @@ def command(
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported, and we have our own
     from qtool.evalsets import exports
-    from qtool.evalsets.compare import BUILT_IN, compare_all
+    from qtool.evalsets.compare import DEFAULT_SET, compare_all
     from qtool.evalsets.history import History, series_of
     from qtool.evalsets.kept import baseline_folder
     from qtool.evalsets.ranking import to_document, worst_verdict
@@ -104,7 +104,7 @@ def command(
     thresholds = _thresholds(gate, max_kl, max_ppl_increase, max_drop)
     runs = None if history is None else History(history)
     base, quants = _sides(models, against, runs)
-    sets = [BUILT_IN] if tasks is None else [t for t in tasks if t != "none"]
+    sets = [DEFAULT_SET] if tasks is None else [t for t in tasks if t != "none"]
     names = [name.strip() for name in lm_eval_tasks.split(",") if name.strip()]
     reporter = Reporter(quiet, json_result)
     with reporter.progress() as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _EXITS = {"PASS": EXIT_PASS, "FAIL": EXIT_FAIL}
 
 
-def parse_percent(option: str, text: str) -> float:
+def _percent(option: str, text: str) -> float:
     """`2%` or `2` → 0.02. Raises QtoolError for anything that is no percentage above 0."""
     from qtool.quant.errors import QtoolError
 
@@ -35,9 +36,12 @@ def command(
     max_bytes: MaxBytes = None,
     max_latency_ms: MaxLatency = None,
     gate: Annotated[
-        str, typer.Option("--gate", help="How much worse it may be: accuracy in points, perplexity in percent.")
+        str,
+        typer.Option("--gate", help="2% (accuracy in points, perplexity in percent), or a TOML file: docs/gate.md."),
     ] = "2%",
-    gate_kl: Annotated[float, typer.Option("--gate-kl", help="And mean KL per token, nats.")] = 0.1,
+    gate_kl: Annotated[
+        float | None, typer.Option("--gate-kl", help="Mean KL per token, nats; default: as --gate says, or 0.1.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to make; default ./MODEL-compressed. NAME-report beside.")
     ] = None,
@@ -65,7 +69,8 @@ def command(
     ] = 64,
     context: Annotated[int, typer.Option("--context", help="Tokens in a window.")] = 1024,
     tasks: Annotated[
-        list[str] | None, typer.Option("--tasks", help="Multiple-choice set, `grammar` or `none`, as in compare.")
+        list[str] | None,
+        typer.Option("--tasks", help="Multiple-choice set, as in `qtool compare`; `none`: no set."),
     ] = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -81,8 +86,9 @@ def command(
     the largest budget, 2 INCONCLUSIVE there.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars; tqdm reads it when it is imported
-    from qtool.evalsets.compare import BUILT_IN
-    from qtool.evalsets.gate import Thresholds
+    from qtool.evalsets.builtin import BUILT_IN
+    from qtool.evalsets.compare import DEFAULT_SET
+    from qtool.evalsets.gatefile import read_gate
     from qtool.quant.calibration import calibration_set
     from qtool.quant.errors import QtoolError
     from qtool.quant.hub import resolve_model
@@ -93,28 +99,30 @@ def command(
     from qtool.sensitivity.probe import NUM_SEQUENCES, check_request
 
     reporter = Reporter(quiet, json_result)
-    share = parse_percent("--gate", gate)
+    thresholds = read_gate(gate)
+    if gate_kl is not None:
+        thresholds = replace(thresholds, max_kl=gate_kl)
     wish = Wish(
         limits=Limits(None if max_bytes is None else parse_bytes(max_bytes), avg_bits, max_latency_ms),
         keep=tuple(Keep.parse(wish) for wish in keep or []),
-        thresholds=Thresholds(gate_kl, share, share),
+        thresholds=thresholds,
         schemes=DEFAULT_SCHEMES if schemes is None else tuple(s for s in schemes.split(",") if s.strip()),
         metric=metric,
         method=method,
         batch=batch,
-        relax=parse_percent("--relax", relax),
+        relax=_percent("--relax", relax),
         max_steps=max_steps,
         windows=windows,
         max_windows=max(windows, max_windows),
         context=context,
         text=text,
-        tasks=(BUILT_IN,) if tasks is None else tuple(t for t in tasks if t != "none"),
+        tasks=(DEFAULT_SET,) if tasks is None else tuple(t for t in tasks if t != "none"),
         device=device,
         seed=seed,
     )
     check_request(wish.schemes, metric, device)
     parse_method(method)
-    for file in (text, *(Path(t) for t in wish.tasks if t != BUILT_IN)):
+    for file in (text, *(Path(t) for t in wish.tasks if t not in BUILT_IN)):
         if file is not None and not file.is_file():
             raise QtoolError(f"{file}: no such file")
     target = out or Path(f"{Path(model.rstrip('/')).name or 'model'}-compressed")

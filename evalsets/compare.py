@@ -39,7 +39,7 @@ from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 
-BUILT_IN = "grammar"  # the built-in set that is asked where none is named
+DEFAULT_SET = "grammar"  # the built-in set that is asked where none is named
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def compare_all(
     data: Path | None = None,
     windows: int = 8,
     context: int = 1024,
-    tasks: Sequence[str | Path] = (BUILT_IN,),
+    tasks: Sequence[str | Path] = (DEFAULT_SET,),
     lm_eval_tasks: Sequence[str] = (),
     lm_eval_limit: int | None = None,
     thresholds: Thresholds | None = None,

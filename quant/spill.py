@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,12 @@ class Spill:
             QtoolError: the folder's disk is full, or cannot be written to.
         """
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if self.memory is None or num_bytes <= self.memory:
-            return dict(tensors)
-        return _OnDisk(tuple(tensors), HiddenStates(tensors.values(), num_bytes, memory=0, folder=self.folder))
+        memory = num_bytes if self.memory is None else self.memory
+        return _Held(tensors, HiddenStates(tensors.values(), num_bytes, memory=memory, folder=self.folder))
 
 
-class _OnDisk(Mapping[str, Tensor]):
-    def __init__(self, names: tuple[str, ...], tensors: HiddenStates) -> None:
+class _Held(Mapping[str, Tensor]):
+    def __init__(self, names: Iterable[str], tensors: HiddenStates) -> None:
         self._places = {name: i for i, name in enumerate(names)}
         self._tensors = tensors
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.evalsets.compare import BUILT_IN, Comparison, compare
+from qtool.evalsets.builtin import BUILT_IN, choice_set
+from qtool.evalsets.compare import DEFAULT_SET, Comparison, compare
 from qtool.evalsets.gate import Thresholds
-from qtool.evalsets.grammar import grammar_set
-from qtool.evalsets.items import only_distinct, read_choice_set
+from qtool.evalsets.items import only_distinct
 from qtool.evalsets.kept import baseline_folder
 from qtool.evalsets.report import reasons, write_report
 from qtool.evalsets.statistics import Verdict
@@ -76,7 +76,7 @@ class Wish:
     max_windows: int = 64
     context: int = 1024
     text: Path | None = None
-    tasks: tuple[str, ...] = (BUILT_IN,)
+    tasks: tuple[str, ...] = (DEFAULT_SET,)
     device: str = "auto"
     seed: int = 0
 
@@ -194,7 +194,7 @@ def compress(
         return done
     check_target(out, overwrite=overwrite)
     check_folder(run.report)
-    only_distinct([grammar_set() if task == BUILT_IN else read_choice_set(Path(task)) for task in wish.tasks])
+    only_distinct([choice_set(task) for task in wish.tasks])
     text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
     return run.loop(blank)
 
@@ -317,7 +317,7 @@ class _Run:
 
     def _sources(self) -> dict[str, str]:
         """sha256 of every file that the comparison reads."""
-        files = [self.wish.text, *(Path(task) for task in self.wish.tasks if task != BUILT_IN)]
+        files = [self.wish.text, *(Path(task) for task in self.wish.tasks if task not in BUILT_IN)]
         return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f is not None}
 
     def _quantize(self, plan: QuantPlan) -> Path:

@@ -104,7 +104,8 @@ def test_a_gate_that_nothing_passes(words: list[str], tmp_path: Path, capsys: py
 def test_a_killed_run_goes_on(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = ["--gate", "1000%", "--gate-kl", "50"]
+    (tmp_path / "gate.toml").write_text("kl.max = 50\nperplexity.max_increase = 1000\naccuracy.max_drop = 100\n")
+    gate = ["--gate", str(tmp_path / "gate.toml")]
     with monkeypatch.context() as patched:
         patched.setattr(loop, "compare", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run([*words, *gate, "--quiet"]) == 130
@@ -147,6 +148,8 @@ def test_bytes_and_time_are_budgets_too(words: list[str], tmp_path: Path, capsys
     [
         (["--gate", "much"], "--gate 'much': write a percentage such as 2%"),
         (["--gate", "0%"], "--gate '0%': write a percentage"),
+        (["--gate", __file__], "not valid TOML"),
+        (["--tasks", "grammer"], "grammer: no such file"),
         (["--relax", "0.01%"], "--relax 0.0001"),
         (["--schemes", "w8"], "name at least two"),
         (["--method", "magic"], "unknown method 'magic'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,28 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+def _hard_inputs(kind: str, scale: float, generator: torch.Generator, samples: int = 64) -> torch.Tensor:
+    x = torch.randn(3 if kind == "few" else samples, 24, generator=generator) * scale
+    match kind:
+        case "dead":
+            x[:, ::3] = 0
+        case "zero":
+            x = x * 0
+        case "repeated":
+            x = x[:, :1].expand(-1, 24).contiguous()
+        case "outlier":
+            x[:, 4] *= 1e3
+        case _:
+            assert kind in ("plain", "few")
+    return x
+
+
+@pytest.fixture(scope="session")
+def hard_inputs() -> Callable[..., torch.Tensor]:
+    """(kind, scale, generator, samples) → inputs [samples, 24] that make a Hessian singular or lopsided, by their kind."""
+    return _hard_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,20 +113,12 @@ def test_dead_inputs_are_rounded_to_nearest_and_disturb_nobody() -> None:
     seed=st.integers(0, 10_000),
 )
 def test_no_method_is_worse_than_plain_rounding_on_the_calibration_inputs(
-    method: str, name: str, inputs: str, exponent: int, seed: int
+    method: str, name: str, inputs: str, exponent: int, seed: int, hard_inputs: Callable[..., torch.Tensor]
 ) -> None:
     scheme = QuantScheme.parse(name)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(5, 24, generator=generator) * 10.0**exponent
-    x = torch.randn(3 if inputs == "few" else 64, 24, generator=generator) * 10.0 ** (exponent / 2)
-    if inputs == "dead":
-        x[:, ::3] = 0
-    elif inputs == "zero":
-        x = x * 0
-    elif inputs == "repeated":
-        x = x[:, :1].expand(-1, 24).contiguous()
-    elif inputs == "outlier":
-        x[:, 4] *= 1e3
+    x = hard_inputs(inputs, 10.0 ** (exponent / 2), generator)
     running = Hessian(24)
     running.add(x)
     hessian = running.matrix()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,20 +248,12 @@ class HalfWeights(Checkpoint):
     seed=st.integers(0, 10_000),
 )
 def test_rotated_weights_are_rounded_no_worse_than_plainly(
-    name: str, inputs: str, exponent: int, compensate: bool, seed: int
+    name: str, inputs: str, exponent: int, compensate: bool, seed: int, hard_inputs: Callable[..., torch.Tensor]
 ) -> None:
     scheme = QuantScheme.parse(name)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(5, 24, generator=generator) * 10.0**exponent
-    x = torch.randn(3 if inputs == "few" else 64, 24, generator=generator) * 10.0 ** (exponent / 2)
-    if inputs == "dead":
-        x[:, ::3] = 0
-    elif inputs == "zero":
-        x = x * 0
-    elif inputs == "repeated":
-        x = x[:, :1].expand(-1, 24).contiguous()
-    elif inputs == "outlier":
-        x[:, 4] *= 1e3
+    x = hard_inputs(inputs, 10.0 ** (exponent / 2), generator)
     rotation = random_rotation(24, seed)
     turned, x_turned = rotate_weight(weight, inputs=rotation), rotation.apply(x).float()
     product = x.double() @ weight.double().T

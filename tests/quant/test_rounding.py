@@ -87,20 +87,12 @@ def test_scales_are_learned_where_the_start_has_a_wrong_one() -> None:
     seed=st.integers(0, 10_000),
 )
 def test_never_worse_than_its_start_finite_and_the_same_every_time(
-    name: str, inputs: str, exponent: int, dtype: torch.dtype, seed: int
+    name: str, inputs: str, exponent: int, dtype: torch.dtype, seed: int, hard_inputs: Callable[..., torch.Tensor]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(5, 24, generator=generator) * 10.0**exponent
     weight[0] = 0
-    x = torch.randn(3 if inputs == "few" else 24, 24, generator=generator) * 10.0 ** (exponent / 2)
-    if inputs == "dead":
-        x[:, ::3] = 0
-    elif inputs == "zero":
-        x = x * 0
-    elif inputs == "repeated":
-        x = x[:, :1].expand(-1, 24).contiguous()
-    elif inputs == "outlier":
-        x[:, 4] *= 1e3
+    x = hard_inputs(inputs, 10.0 ** (exponent / 2), generator, samples=24)
     start = rtn(weight, QuantScheme.parse(name))
     steps = SearchSettings(iters=8, batch=4, seed=seed)
     runs = [

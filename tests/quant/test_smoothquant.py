@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +161,17 @@ def test_a_mix_of_quantized_and_16_bit_activations(tiny_model: Any, tmp_path: Pa
     seed=st.integers(0, 10_000),
 )
 def test_smoothed_weights_keep_the_function_and_are_rounded_no_worse_than_plainly(
-    inputs: str, weights: str, exponent: int, alpha: float, compensate: bool, seed: int
+    inputs: str,
+    weights: str,
+    exponent: int,
+    alpha: float,
+    compensate: bool,
+    seed: int,
+    hard_inputs: Callable[..., torch.Tensor],
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(5, 24, generator=generator) * 10.0**exponent
-    x = torch.randn(3 if inputs == "few" else 64, 24, generator=generator) * 10.0 ** (exponent / 3)
-    if inputs == "dead":
-        x[:, ::3] = 0
-    elif inputs == "zero":
-        x = x * 0
-    elif inputs == "repeated":
-        x = x[:, :1].expand(-1, 24).contiguous()
-    elif inputs == "outlier":
-        x[:, 4] *= 1e3
+    x = hard_inputs(inputs, 10.0 ** (exponent / 3), generator)
     if weights == "dead":
         weight[:, 1::2] = 0
     elif weights == "zero":

@@ -65,7 +65,7 @@ def _hard_inputs(kind: str, scale: float, generator: torch.Generator, samples: i
 
 @pytest.fixture(scope="session")
 def hard_inputs() -> Callable[..., torch.Tensor]:
-    """(kind, scale, generator, samples) → inputs [samples, 24] that make a Hessian singular or lopsided, by their kind."""
+    """(kind, scale, generator, samples) → inputs [samples, 24] that may make a Hessian singular or lopsided."""
     return _hard_inputs
 
 

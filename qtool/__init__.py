@@ -13,19 +13,20 @@ from qtool._version import __version__
 if TYPE_CHECKING:
     from qtool.evalsets.compare import compare
     from qtool.quant.pipeline import quantize
-    from qtool.runtime.engine.params import SamplingParams
+    from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
     from qtool.runtime.llm import LLM
     from qtool.sensitivity.probe import analyze
 
 _HOME = {
     "LLM": "qtool.runtime.llm",
     "SamplingParams": "qtool.runtime.engine.params",
+    "StructuredOutputsParams": "qtool.runtime.engine.params",
     "analyze": "qtool.sensitivity.probe",
     "compare": "qtool.evalsets.compare",
     "quantize": "qtool.quant.pipeline",
 }
 
-__all__ = ["LLM", "SamplingParams", "__version__", "analyze", "compare", "quantize"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__", "analyze", "compare", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, Reques
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
+from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.loader import check_kv_cache_dtype, load_model
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder
@@ -142,6 +143,7 @@ class LLMEngine:
         self.device = where
         self.dtype = decoder.dtype
         self._vocab_size = decoder.config.vocab_size
+        self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos)
         self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size, deterministic=deterministic)
         self.runner.prepare(max_num_seqs, wanted)
         self._core = EngineCore(
@@ -168,7 +170,8 @@ class LLMEngine:
         """Queue a prompt (text, or token ids).
 
         Raises:
-            QtoolError: an id in use; an empty prompt; one longer than the context; a token id outside the vocabulary.
+            QtoolError: an id in use; an empty prompt; one longer than the context; a token id outside the vocabulary;
+                a form (structured_outputs) that cannot be compiled.
         """
         score_from = None if params.prompt_logprobs is None else 1
         self._add(request_id, prompt, params, score_from=score_from, score_kind="logprobs", generate=True)
@@ -214,6 +217,7 @@ class LLMEngine:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         bad_words = self._bad_words(params.bad_words)
+        matcher = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
         count = params.best_of or params.n
         # The best are found by their log-probabilities.
         own = params if count == params.n else replace(params, logprobs=params.logprobs or 0)
@@ -225,6 +229,7 @@ class LLMEngine:
                 params=own,
                 stop_token_ids=stops,
                 bad_words=bad_words,
+                matcher=None if matcher is None else matcher.fork(),
                 score_from=score_from if i == 0 else None,
                 score_kind=score_kind,
                 generate=generate,

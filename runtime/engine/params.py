@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.structured_output import StructuredOutputsParams as StructuredOutputsParams
 
 
 def _is_int(value: object) -> bool:
@@ -64,6 +65,8 @@ class SamplingParams:
         best_of: outputs to generate, of which those `n` with the highest mean log-probability of a token are given.
             None: `n` of them.
         priority: in [-100, 100]; the lower, the sooner, where the engine schedules by priority.
+        structured_outputs: the form that the whole output has; it ends as soon as nothing can follow. It goes before
+            `min_tokens` and `ignore_eos`. None: any text.
 
     Bans (`bad_words`, and ends before `min_tokens`) do not count where they would leave no token.
 
@@ -95,6 +98,7 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     priority: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, what: str) -> None:
@@ -129,6 +133,10 @@ class SamplingParams:
         need(_is_ids(self.stop_token_ids), "stop_token_ids", "a sequence of token ids")
         allowed = self.allowed_token_ids
         need(allowed is None or (_is_ids(allowed) and bool(allowed)), "allowed_token_ids", "a sequence of token ids")
+        form = self.structured_outputs
+        need(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", "StructuredOutputsParams")
+        if form is not None and allowed is not None:
+            raise QtoolError("structured_outputs and allowed_token_ids do not go together: they may leave no token")
         bias = self.logit_bias
         biases = isinstance(bias, Mapping) and _is_ids(bias.keys())
         biases = biases and all(_is_finite(value) and -100 <= value <= 100 for value in bias.values())
@@ -143,6 +151,7 @@ class SamplingParams:
         """The next token is the likeliest one of the raw logits, and nothing but its id is wanted."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         steered = self.logit_bias or self.bad_words or self.allowed_token_ids is not None or self.min_tokens > 0
+        steered = steered or self.structured_outputs is not None
         return self.greedy and not penalties and not steered and self.logprobs is None
 
 

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from qtool.runtime.engine.params import RequestMetrics, SamplingParams, TokenLogprobs
+from qtool.runtime.engine.structured_output import TokenMatcher
 
 
 class Status(Enum):
@@ -27,6 +28,7 @@ class Request:
         prompt_token_ids: at least one token.
         stop_token_ids: token ids that end the output: end-of-sequence (unless ignored) and the client's own.
         bad_words: token sequences that the output must not contain.
+        matcher: where the output stands in the form that it must have; None: any output.
         score_from: the first prompt position (≥ 1) whose token is to be scored, or None. Position i is scored with
             the logits of position i - 1.
         score_kind: `logprobs` gives one TokenLogprobs per scored position, `logits` one float32 tensor per chunk.
@@ -49,6 +51,7 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: TokenMatcher | None = None
     score_from: int | None = None
     score_kind: Literal["logprobs", "logits"] = "logprobs"
     generate: bool = True

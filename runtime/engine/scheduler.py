@@ -269,6 +269,10 @@ class Scheduler:
                     request.first_token = time.monotonic()
                 if token in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
                     self.finish(request, "stop", token)
+                elif request.matcher is not None and (misfit := request.matcher.accept(token)) is not None:
+                    self.finish(request, "error", f"the output left its form: {misfit}")
+                elif request.matcher is not None and request.matcher.finished:
+                    self.finish(request, "stop")
                 elif len(request.token_ids) >= request.max_num_tokens:
                     self.finish(request, "length")
                 changed.append(request)

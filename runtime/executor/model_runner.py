@@ -286,7 +286,7 @@ def _row_order(batch: Sequence[ScheduledRequest]) -> list[int]:
 
 def _sampling_rows(works: Sequence[ScheduledRequest]) -> list[SamplingRow]:
     return [
-        SamplingRow(r.params, r.token_ids, r.num_prompt_tokens, r.stop_token_ids, r.sample_seed, r.bad_words)
+        SamplingRow(r.params, r.token_ids, r.num_prompt_tokens, r.stop_token_ids, r.sample_seed, r.bad_words, r.matcher)
         for r in (w.request for w in works)
     ]
 

@@ -1,7 +1,7 @@
 """Choosing the next token of every row of a step at once, and its log-probabilities. Float32 throughout.
 
-Order of operations: penalties, bias, allowed tokens and bans, temperature, typical-p, min-p, top-k, top-p (as in vLLM,
-which has no typical-p). Log-probabilities are of the raw distribution, before all of these.
+Order of operations: penalties, bias, allowed tokens, the output's form and bans, temperature, typical-p, min-p, top-k,
+top-p (as in vLLM, which has no typical-p). Log-probabilities are of the raw distribution, before all of these.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
+from qtool.runtime.engine.structured_output import TokenMatcher
+from qtool.runtime.executor.structured_output import apply_masks, token_masks
 
 NO_TOKEN = -1
 LOWEST_TEMPERATURE = 1e-3  # that a dynamic one comes down to
@@ -22,7 +24,7 @@ CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at al
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of logits to sample from: the request's parameters, its tokens so far, and its random stream."""
+    """One row of logits to sample from: the request's parameters, its tokens so far, its random stream, its form."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -30,6 +32,7 @@ class SamplingRow:
     stop_token_ids: frozenset[int]
     seed: int
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: TokenMatcher | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -124,7 +127,7 @@ def _counts(tokens: Sequence[Sequence[int]], like: Tensor) -> Tensor:
 
 
 def _steer(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Add each row's bias, then leave it its allowed tokens alone."""
+    """Add each row's bias, then leave it its allowed tokens and those that its form permits."""
     biases = [(i, token, bias) for i, r in enumerate(rows) for token, bias in r.params.logit_bias.items()]
     if biases:
         row, token = torch.tensor([(i, t) for i, t, _ in biases], device=logits.device).T
@@ -135,6 +138,10 @@ def _steer(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         free = torch.tensor([r.params.allowed_token_ids is None for r in rows], device=logits.device)
         mask = free[:, None].expand(logits.shape).index_put((row, token), torch.ones_like(row, dtype=torch.bool))
         logits = logits.masked_fill(~mask, float("-inf"))
+    formed = [(i, r.matcher) for i, r in enumerate(rows) if r.matcher is not None]
+    if formed:
+        masks = token_masks([(matcher, ()) for _, matcher in formed])
+        logits = apply_masks(logits, [i for i, _ in formed], masks)
     return logits
 
 

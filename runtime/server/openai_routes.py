@@ -18,7 +18,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
+from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, usage_of
 from qtool.runtime.server.async_engine import AsyncEngine, EngineDeadError, OutputStream
 from qtool.runtime.server.errors import ApiError, error_body
@@ -45,6 +47,7 @@ class Service:
     max_model_len: int
     max_chars: int  # a longer text has more tokens than the context: it is not even tokenized
     created: int
+    grammars: GrammarCompiler  # the engine's own
     tokenize_thread: ThreadPoolExecutor  # one thread: fast tokenizers are not to be entered twice at once
 
     @classmethod
@@ -58,6 +61,7 @@ class Service:
             max_model_len=engine.max_model_len,
             max_chars=engine.max_model_len * max(map(len, tokenizer.get_vocab())),
             created=int(time.time()),
+            grammars=engine.grammars,
             tokenize_thread=ThreadPoolExecutor(1, thread_name_prefix="qtool-tokenize"),
         )
 
@@ -162,7 +166,19 @@ async def _parse(request: Request, model: type[Body], service: Service) -> Body:
     if field := body.unsupported():
         message = f"{field} is not supported by this server; leave it out"
         raise ApiError(400, message, param=field, code="unsupported_parameter")
+    await _check_form(service, body)
     return body
+
+
+async def _check_form(service: Service, body: SamplingRequest) -> None:
+    """Refuse a form that cannot be compiled; one that can is kept, so that the engine's thread need not do it."""
+    field = None
+    try:
+        if (found := body.form()) is not None:
+            field, form = found
+            await asyncio.to_thread(service.grammars.compile, form)
+    except QtoolError as error:
+        raise ApiError(400, str(error), param=field, code="invalid_form") from None
 
 
 def _check_model(service: Service, name: str | None) -> None:

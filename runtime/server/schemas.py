@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.server.structured import FormFields
 
 # Field → the values that change nothing; any other value is refused.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -24,12 +25,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -78,7 +73,7 @@ class StreamOptions(ApiModel):
     continuous_usage_stats: bool = False
 
 
-class SamplingRequest(ApiModel):
+class SamplingRequest(FormFields, ApiModel):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -169,6 +164,9 @@ class SamplingRequest(ApiModel):
             )
             if getattr(self, name) is not None
         }
+        form = self.form()
+        if form is not None:
+            given["structured_outputs"] = form[1]
         top_k = max(self.top_k or 0, 0)  # vLLM writes "keep all" as -1 as well
         return SamplingParams(
             max_tokens=max_tokens, top_k=top_k, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given

@@ -24,6 +24,7 @@ from qtool.runtime.engine.params import (
     SamplingParams,
     TokenLogprobs,
 )
+from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.server.app import create_app
 from qtool.runtime.server.launch import bind, url_of
 
@@ -67,6 +68,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, max_model_len: int = 512, step_s: float = 0.0) -> None:
         self.tokenizer = tokenizer
+        self.grammars = GrammarCompiler(tokenizer, 257, [256])
         self.max_model_len = max_model_len
         self.model_name = "scripted"
         self.step_s = step_s

@@ -73,7 +73,16 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
         ({"typical_p": 0}, "typical_p"),
         ({"dynatemp_range": -1}, "dynatemp_range"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "a["}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
+        ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
     ],
 )
 def test_bad_completion_fields(scripted: Any, change: dict[str, Any], param: str) -> None:
@@ -113,6 +122,12 @@ def test_combinations(scripted: Any) -> None:
     assert "best_of" in refused(httpx.post(f"{url}/completions", json=few), 400)
     wide = {"prompt": "a", "temperature": 0.5, "dynatemp_range": 0.6}
     assert "dynatemp_range" in refused(httpx.post(f"{url}/completions", json=wide), 400)
+    forms = {"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert "do not go together" in refused(httpx.post(f"{url}/completions", json=forms), 400)
+    both = {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}
+    assert "regex and choice" in refused(httpx.post(f"{url}/completions", json=both), 400)
+    tokens = {"prompt": "a", "guided_regex": "a", "allowed_token_ids": [3]}
+    assert "allowed_token_ids" in refused(httpx.post(f"{url}/completions", json=tokens), 400)
     four = refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 0}), 400)
     assert four == "max_tokens must be at least 1 unless echo is true"
     assert "vocabulary" in refused(httpx.post(f"{url}/completions", json={"prompt": [[1], [70000]]}), 400)

@@ -1,0 +1,90 @@
+"""Forms of the output as OpenAI's and vLLM's clients ask for them, from the server around the real engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from qtool.runtime.llm_engine import LLMEngine
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model: Any, serve: Any, byte_tokenizer: Any) -> Iterator[openai.OpenAI]:
+    engine = LLMEngine(tiny_model(), device="cpu", max_num_seqs=8, kv_cache_memory=1 << 22)
+    engine.tokenizer.chat_template = byte_tokenizer.chat_template
+    with serve(engine) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+class Answer(BaseModel):
+    word: Literal["yes", "no"]
+    digit: Literal[1, 2, 3]
+
+
+def test_a_pydantic_model_comes_back_parsed(client: openai.OpenAI) -> None:
+    done = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        response_format=Answer,
+        max_tokens=200,
+        extra_body={"logit_bias": {str(t): -100 for t in whitespace(client)}},
+    )
+    assert isinstance(done.choices[0].message.parsed, Answer)
+    assert done.choices[0].finish_reason == "stop"
+
+
+def whitespace(client: openai.OpenAI) -> list[int]:
+    """Token ids of the byte tokenizer's spaces and line ends: a random model would write nothing else for long."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    return [alphabet.index(char) + 1 for char in "ĠĊčĉ"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        ({"guided_regex": "[a-f]{3}[0-9]"}, "[a-f]{3}[0-9]"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-2]'}}, "x[0-2]"),
+        ({"guided_json": {"enum": ["a", 7]}}, '"a"|7'),
+        (
+            {"structured_outputs": {"json": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2},
+                                    "disable_any_whitespace": True}},
+            r"\[1,1\]",
+        ),
+        ({"response_format": {"type": "text"}, "guided_regex": "z"}, "z"),
+    ],
+    ids=lambda p: next(iter(p)) if isinstance(p, dict) else "",
+)  # fmt: skip
+def test_completions_have_the_form(client: openai.OpenAI, stream: bool, body: dict[str, Any], pattern: str) -> None:
+    found: Any = client.completions.create(
+        model="tiny", prompt=["a", "b"], max_tokens=100, n=2, extra_body=body, stream=stream
+    )
+    texts = [""] * 4
+    for part in found if stream else [found]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    done = client.completions.create(
+        model="tiny", prompt="a", max_tokens=200, extra_body={"response_format": {"type": "json_object"},
+        "logit_bias": {str(t): 100 for t in closing(client)}},
+    )  # fmt: skip
+    assert isinstance(json.loads(done.choices[0].text), dict)
+
+
+def closing(client: openai.OpenAI) -> list[int]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return [sorted(ByteLevel.alphabet()).index("}") + 1]

@@ -16,8 +16,19 @@ MaxNumBatchedTokens = Annotated[
     int, typer.Option("--max-num-batched-tokens", help="Most tokens in one step, prompts and answers together.")
 ]
 MaxModelLen = Annotated[
-    int | None,
-    typer.Option("--max-model-len", help="Longest prompt and answer together. Default: the model's context."),
+    str,
+    typer.Option(
+        "--max-model-len",
+        metavar="TOKENS|auto",
+        help="Longest prompt and answer together. auto: the model's context, less where the memory holds less.",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        help="Share of the GPU's memory for weights, steps and KV cache. Default: nine tenths of what is free.",
+    ),
 ]
 KVCacheMemory = Annotated[
     str | None,
@@ -61,6 +72,15 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def _tokens(text: str) -> int | None:
+    if text.strip().lower() == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise QtoolError(f"--max-model-len must be a number of tokens or auto, got {text!r}") from None
+
+
 def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
     """Raise QtoolError, naming the option, for a value that is none."""
     if kv_cache_dtype not in ("auto", "int8", "float"):
@@ -73,22 +93,24 @@ def engine_args(
     device: str,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    max_model_len: int | None,
+    max_model_len: str | int | None,
     kv_cache_memory: str | None,
     kv_cache_dtype: str,
     block_size: int,
     scheduling_policy: str = "fcfs",
     deterministic: bool = False,
+    gpu_memory_utilization: float | None = None,
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
     Raises:
         QtoolError: a value out of range, named as its option.
     """
+    length = _tokens(max_model_len) if isinstance(max_model_len, str) else max_model_len
     numbers = {
         "--max-num-seqs": max_num_seqs,
         "--max-num-batched-tokens": max_num_batched_tokens,
-        "--max-model-len": max_model_len,
+        "--max-model-len": length,
         "--block-size": block_size,
     }
     for option, value in numbers.items():
@@ -98,13 +120,16 @@ def engine_args(
         raise QtoolError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     if scheduling_policy not in POLICIES:
         raise QtoolError(f"--scheduling-policy must be {', '.join(POLICIES)}, got {scheduling_policy!r}")
+    if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+        raise QtoolError(f"--gpu-memory-utilization must be in (0, 1], got {gpu_memory_utilization}")
     check_kv_cache_dtype(kv_cache_dtype)
     return {
         "dtype": dtype,
         "device": device,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
+        "max_model_len": length,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
         "scheduling_policy": scheduling_policy,
         "deterministic": deterministic,

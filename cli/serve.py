@@ -13,6 +13,7 @@ from qtool.cli.engine_options import (
     BlockSize,
     Deterministic,
     Dtype,
+    GpuMemoryUtilization,
     KVCacheDtype,
     KVCacheMemory,
     MaxModelLen,
@@ -39,7 +40,8 @@ def command(
     device: Device = "auto",
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
-    max_model_len: MaxModelLen = None,
+    max_model_len: MaxModelLen = "auto",
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
@@ -66,6 +68,7 @@ def command(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
@@ -83,6 +86,8 @@ def command(
         from qtool.runtime.warm_up import warm_up
 
         engine = LLMEngine(model, **arguments)
+        for line in engine.memory.lines():
+            reporter.say(line)
         warm_up(engine)
         name = served_model_name or model
         app = create_app(engine, model_name=name, api_key=api_key, metrics_prefix=metrics_prefix)

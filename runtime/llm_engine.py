@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -28,17 +27,15 @@ from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
-from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
+from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
+from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.loader import check_kv_cache_dtype, load_model
+from qtool.runtime.memory_budget import MemoryBudget as MemoryBudget  # part of this face
+from qtool.runtime.memory_plan import Wishes, memory_limit, plan_memory
 from qtool.runtime.models import decoder_config
-from qtool.runtime.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
-
-CPU_CACHE_SHARE = 0.25  # of the memory that is available after loading
-CPU_CACHE_PLENTY = 1 << 30  # more than this only where two requests of full length need it
-GPU_CACHE_SHARE = 0.8  # of the memory that is free after loading: the rest is for activations
 
 
 @dataclass
@@ -62,21 +59,28 @@ class LLMEngine:
         device: auto, cpu, cuda or cuda:N.
         kv_cache_dtype: auto, int8 or float (see loader.resolve_kv_cache).
         block_size: tokens per KV block, 8 to 64.
-        kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need, at most a
-            quarter of the available memory and the larger of 1 GiB and two requests of full length on a CPU, at
-            most 80 % of the free memory on a GPU.
+        kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need; on a CPU at
+            most a quarter of the available memory and the larger of 1 GiB and two requests of full length, on a GPU
+            at most what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: share of the GPU's memory that the engine may hold, weights and the largest step
+            included, in (0, 1]. None: nine tenths of what is free at start.
         max_num_seqs, max_num_batched_tokens: limits of a step, see SchedulerConfig.
-        max_model_len: longest prompt and output together. None: what the model was made for, less where the cache
-            holds less (said in the log).
+        max_model_len: longest prompt and output together. "auto" or None: what the model was made for, less where the
+            cache holds less (said in the log).
         scheduling_policy: fcfs, priority or shortest, see engine/policy.py.
         static_batching: request-level batching, for comparison.
         prefix_caching: share the KV blocks of equal prefixes.
         deterministic: a request gets the same tokens alone or among others, whatever is cached, chunked or preempted;
             on a CPU alone, and slower: see executor/batch_invariant.py.
         seed: base of the random streams of requests without a seed of their own.
+        memory: reader of the device's memory; None: the device's own.
+
+    Attributes:
+        memory: where the device's memory went, see MemoryBudget.
 
     Raises:
-        QtoolError: the model cannot be loaded, an argument is out of range, or the memory does not suffice.
+        QtoolError: the model cannot be loaded, an argument is out of range, or the memory does not suffice; then the
+            message names the largest setting that would fit.
     """
 
     def __init__(
@@ -88,20 +92,25 @@ class LLMEngine:
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
+        max_model_len: int | Literal["auto"] | None = None,
         scheduling_policy: str = "fcfs",
         static_batching: bool = False,
         prefix_caching: bool = True,
         deterministic: bool = False,
         seed: int = 0,
         progress: ProgressFn = silent,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        length = None if max_model_len == "auto" else max_model_len
         if not 8 <= block_size <= 64:
             raise QtoolError(f"block_size must be between 8 and 64, got {block_size}")
-        if max_model_len is not None and max_model_len < 2:
-            raise QtoolError(f"max_model_len must be at least 2, got {max_model_len}")
+        if length is not None and length < 2:
+            raise QtoolError(f"max_model_len must be at least 2, got {length}")
+        if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+            raise QtoolError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
         scheduling = SchedulerConfig(  # refused before the model is loaded
             max_num_seqs, max_num_batched_tokens, static_batching=static_batching, policy=scheduling_policy
         )
@@ -113,29 +122,38 @@ class LLMEngine:
         self.model_name = str(model)
         self.config: dict[str, Any] = read_config(folder)
         trained = decoder_config(self.config).max_position_embeddings
-        if max_model_len is not None and max_model_len > trained:
-            raise QtoolError(f"max_model_len {max_model_len} is more than the model's own context of {trained} tokens")
+        if length is not None and length > trained:
+            raise QtoolError(f"max_model_len {length} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
         self._eos = eos_token_ids(folder, self.config)
-        decoder = load_model(
-            folder,
-            device=where,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            progress=progress,
+        memory = memory or (CudaMemory(where) if where.type == "cuda" else HostMemory())
+        limit, before = memory_limit(memory, gpu_memory_utilization), memory.used()
+        try:
+            decoder = load_model(
+                folder,
+                device=where,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                max_model_len=length,
+                progress=progress,
+            )
+        except torch.OutOfMemoryError:
+            raise QtoolError(
+                f"{folder}: the weights do not fit into the {limit} bytes that are free on {memory.name}: quantize the "
+                "model, or take a smaller one"
+            ) from None
+        wishes = Wishes(
+            block_size,
+            kv_cache_memory,
+            gpu_memory_utilization,
+            length,
+            trained,
+            max_num_seqs,
+            max_num_batched_tokens,
         )
-        wanted = max_model_len or trained
-        blocks = _num_blocks(decoder, block_size, kv_cache_memory, wanted, max_num_seqs)
-        if blocks * block_size < wanted:
-            if max_model_len is not None:
-                raise QtoolError(
-                    f"the KV cache holds {blocks * block_size} tokens, fewer than max_model_len {max_model_len}: set "
-                    f"max_model_len to {blocks * block_size} or less, or give it more memory "
-                    f"({-(-wanted // block_size) * kv_block_bytes(decoder, block_size)} bytes)"
-                )
-            log.info("max_model_len is %d instead of %d: the KV cache holds no more", blocks * block_size, wanted)
-            wanted = blocks * block_size
+        plan = plan_memory(decoder, memory, wishes, limit=limit, weights=memory.used() - before)
+        blocks, wanted = plan.num_blocks, plan.max_model_len
+        self.memory = plan.budget
         if decoder.kv_mode != "float":
             scales = "a scale for each token and head" if decoder.kv_mode == "int8" else "the checkpoint's own scales"
             log.info("KV cache in int8 with %s: room for %d tokens", scales, blocks * block_size)
@@ -398,26 +416,3 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise QtoolError(f"{path}: eos_token_id must be a token id or a list of them, got {found!r}")
     return frozenset(ids)
-
-
-def _num_blocks(decoder: Decoder, block_size: int, memory: int | None, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks of the KV cache. Raises QtoolError where the memory holds not even one, or is not there."""
-    each = kv_block_bytes(decoder, block_size)
-    device = decoder.embed.device
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        budget = int(free * GPU_CACHE_SHARE)
-    else:
-        free = psutil.virtual_memory().available
-        plenty = max(CPU_CACHE_PLENTY, 2 * each * -(-max_model_len // block_size))
-        budget = min(int(free * CPU_CACHE_SHARE), plenty)
-    if memory is not None:
-        if memory > free:
-            raise QtoolError(
-                f"kv_cache_memory {memory} is more than the {free} bytes that are free: use {free // 2} or less"
-            )
-        budget = memory
-    if budget < each:
-        raise QtoolError(f"{budget} bytes for the KV cache, but one block of {block_size} tokens takes {each} bytes")
-    needed = max_num_seqs * -(-max_model_len // block_size)
-    return min(budget // each, needed)

@@ -56,6 +56,7 @@ class DecodeGraphs:
         sampled: [≥ max_num_seqs] int32, where every step, captured or not, leaves its tokens in the order of its rows.
         max_num_seqs: most sequences of a step.
         max_blocks: most KV blocks of a sequence.
+        sizes: numbers of sequences to capture, descending; None: graph_sizes(max_num_seqs).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_blocks: int,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self._model, self._caches, self._ops, self._sampled = model, caches, ops, sampled
         device = sampled.device
@@ -82,7 +84,7 @@ class DecodeGraphs:
         ]
         self._turn = 0
         self._longest = max_blocks * caches[0].values.shape[1]
-        self._graphs = self._capture_all(graph_sizes(max_num_seqs))
+        self._graphs = self._capture_all(list(sizes or graph_sizes(max_num_seqs)))
 
     @property
     def sizes(self) -> list[int]:

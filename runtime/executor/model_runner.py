@@ -85,8 +85,9 @@ class ModelRunner:
         return self.ops.on_device
 
     @torch.inference_mode()
-    def prepare(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Make room for steps of up to `max_num_seqs` sequences and, where the device has CUDA graphs, capture them."""
+    def prepare(self, max_num_seqs: int, max_model_len: int, sizes: Sequence[int] | None = None) -> None:
+        """Make room for steps of up to `max_num_seqs` sequences and, where the device has CUDA graphs, capture them:
+        those of `sizes` sequences, descending, or of all that decode_graphs.graph_sizes names."""
         if not self.ops.on_device:
             return
         from qtool.runtime.executor.decode_graphs import DecodeGraphs
@@ -102,6 +103,7 @@ class ModelRunner:
                 self._sampled,
                 max_num_seqs=max_num_seqs,
                 max_blocks=-(-max_model_len // self.block_size),
+                sizes=sizes,
             )
 
     @torch.inference_mode()

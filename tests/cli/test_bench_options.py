@@ -43,10 +43,15 @@ def test_engine_args_name_the_option() -> None:
         "block_size": 16,
     }
     assert engine_args(**good)["kv_cache_memory"] == 1024  # type: ignore[arg-type]
+    for given, length in (("auto", None), ("64", 64), (64, 64), (None, None)):
+        assert engine_args(**(good | {"max_model_len": given}))["max_model_len"] == length  # type: ignore[arg-type]
     for name, value in (
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", -1),
         ("max_model_len", 0),
+        ("max_model_len", "long"),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
         ("block_size", 0),
         ("dtype", "int3"),
         ("kv_cache_dtype", "fp8"),

@@ -1,0 +1,155 @@
+"""What a device says of its memory, and what the largest step takes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+import torch
+
+from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.engine.request import Request, ScheduledRequest
+from qtool.runtime.executor.model_runner import ModelRunner
+from qtool.runtime.models.decoder import Decoder
+
+
+class DeviceMemory(Protocol):
+    """Bytes of one device. `name` is for people."""
+
+    name: str
+
+    def total(self) -> int: ...
+
+    def free(self) -> int:
+        """What nobody holds."""
+        ...
+
+    def used(self) -> int:
+        """What is held; only differences are looked at, and all of them are taken for this process's own."""
+        ...
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Most bytes that `run` holds at a time, beyond those held before."""
+        ...
+
+
+class CudaMemory:
+    """A GPU as the driver and torch's allocator see it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = torch.cuda.get_device_name(device)
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def used(self) -> int:
+        return self.total() - self.free()
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Of torch's allocator, whole segments: what is lost between allocations counts."""
+        self.free()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - before
+
+
+class HostMemory:
+    """The machine's memory, for a model that runs on the CPU."""
+
+    name = "the CPU"
+
+    def total(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def free(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def used(self) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Not known without a high-water mark of one's own: `estimated_activations` stands in for it."""
+        raise NotImplementedError
+
+
+def estimated_activations(model: Decoder, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Bytes of the largest step's activations by the model's shape: the wider of a block's two halves for every token,
+    and logits in float32 with the sampler's two copies of them for every sequence."""
+    config = model.config
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    width = 3 * config.hidden_size + max(attention, 3 * config.intermediate_size)
+    rows = max_num_batched_tokens * width * model.dtype.itemsize
+    return rows + 3 * max_num_seqs * config.vocab_size * 4
+
+
+def largest_step(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> list[ScheduledRequest]:
+    """The mixed step that takes the most memory: all sequences at the end of the context, all but one decoding, and the
+    rest of the tokens in one prompt; every row is sampled through the filters that look at the whole vocabulary.
+
+    All KV blocks are block 0: what is computed means nothing.
+    """
+    params = SamplingParams(temperature=1.0, typical_p=0.9, top_p=0.9, logprobs=0)
+    table = [0] * -(-max_model_len // block_size)
+    tokens = [0] * max_model_len
+    chunk = min(max_model_len, max(1, max_num_batched_tokens - max_num_seqs + 1))
+    works = []
+    for number, count in enumerate([1] * (max_num_seqs - 1) + [chunk]):
+        request = Request(f"profile-{number}", [0], params, sample_seed=number)
+        request.token_ids, request.num_prompt_tokens = tokens, max_model_len  # one list for all
+        works.append(ScheduledRequest(request, max_model_len - count, count, table, True))
+    return works
+
+
+def profile_step(
+    memory: DeviceMemory,
+    model: Decoder,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_size: int,
+) -> tuple[int, float]:
+    """Bytes at the peak of the largest step, and the seconds that a prompt of its tokens takes, for each token."""
+    runner = ModelRunner(model, num_blocks=1, block_size=block_size)
+    works = largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
+
+    def run() -> None:
+        runner.collect(runner.submit(works))
+
+    peak = memory.peak(run)
+    began = time.perf_counter()
+    runner.collect(runner.submit(works[-1:]))
+    return peak, (time.perf_counter() - began) / works[-1].num_tokens
+
+
+def graph_bytes(memory: DeviceMemory, model: Decoder, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Bytes of all CUDA graphs: the two largest are captured over a cache of one block, and thrown away. The first
+    brings the memory pool that all share, the second stands for each of the others. 0 where there are no graphs."""
+    runner = ModelRunner(model, num_blocks=1, block_size=block_size)
+    if not runner.runs_ahead:
+        return 0
+    from qtool.runtime.executor.decode_graphs import graph_sizes
+
+    sizes = graph_sizes(max_num_seqs)
+    before = memory.used()
+    runner.prepare(max_num_seqs, max_model_len, sizes=sizes[:1])
+    first = memory.used() - before
+    if len(sizes) == 1:
+        return first
+    runner.graphs = None
+    before = memory.used()
+    runner.prepare(max_num_seqs, max_model_len, sizes=sizes[:2])
+    both = memory.used() - before
+    return first + max(0, both - first) * (len(sizes) - 1)

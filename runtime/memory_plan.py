@@ -1,0 +1,143 @@
+"""How large an engine's KV cache becomes on the device that its model was loaded to."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from qtool.quant.errors import QtoolError
+from qtool.runtime.executor.device_memory import (
+    DeviceMemory,
+    HostMemory,
+    estimated_activations,
+    graph_bytes,
+    profile_step,
+)
+from qtool.runtime.executor.model_runner import kv_block_bytes
+from qtool.runtime.memory_budget import MemoryBudget, check_length, engine_limit, in_units, kv_bytes_left
+from qtool.runtime.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_SHARE = 0.25  # of the memory that is available after loading
+CPU_CACHE_PLENTY = 1 << 30  # more than this only where two requests of full length need it
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What was asked for; as LLMEngine's arguments of these names. `max_model_len` None: as much as there is room for,
+    up to `trained`, the model's own context."""
+
+    block_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float | None
+    max_model_len: int | None
+    trained: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def length(self) -> int:
+        return self.max_model_len or self.trained
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.length // self.block_size)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`prefill_s`: seconds for a token of a prompt, None where it was not measured."""
+
+    num_blocks: int
+    max_model_len: int
+    budget: MemoryBudget
+    prefill_s: float | None
+
+
+def memory_limit(memory: DeviceMemory, utilization: float | None) -> int:
+    """Bytes that the engine may hold, to be asked before the model is loaded. Raises QtoolError where not free."""
+    if isinstance(memory, HostMemory):
+        if utilization is not None:
+            raise QtoolError("gpu_memory_utilization is for a GPU: on a CPU set kv_cache_memory")
+        return memory.free()
+    return engine_limit(memory.total(), memory.free(), utilization)
+
+
+def plan_memory(decoder: Decoder, memory: DeviceMemory, wishes: Wishes, *, limit: int, weights: int) -> MemoryPlan:
+    """Measure or estimate what a step takes, and give the rest to the KV cache.
+
+    Args:
+        limit, weights: bytes that the engine may hold, and those that it holds now.
+
+    Raises:
+        QtoolError: what was asked for does not fit; names the largest setting that would.
+    """
+    each = kv_block_bytes(decoder, wishes.block_size)
+    on_cpu = isinstance(memory, HostMemory)
+    prefill_s = None
+    if on_cpu:
+        graphs = 0
+        activations = estimated_activations(decoder, wishes.max_num_seqs, wishes.max_num_batched_tokens)
+        left = _cpu_cache(memory.free(), each, wishes)
+    else:
+        activations, prefill_s = profile_step(
+            memory,
+            decoder,
+            max_num_seqs=wishes.max_num_seqs,
+            max_num_batched_tokens=wishes.max_num_batched_tokens,
+            max_model_len=wishes.length,
+            block_size=wishes.block_size,
+        )
+        graphs = graph_bytes(memory, decoder, wishes.max_num_seqs, wishes.length, wishes.block_size)
+        if wishes.kv_cache_memory is not None:
+            limit = max(limit, min(memory.total(), weights + memory.free()))
+        left = kv_bytes_left(
+            limit,
+            total=memory.total(),
+            weights=weights,
+            activations=activations,
+            graphs=graphs,
+            least=each,
+            max_num_batched_tokens=wishes.max_num_batched_tokens,
+            max_num_seqs=wishes.max_num_seqs,
+        )
+    if wishes.kv_cache_memory is not None:
+        most = memory.free() - activations - graphs if on_cpu else left
+        if wishes.kv_cache_memory > most:
+            raise QtoolError(
+                f"kv_cache_memory {wishes.kv_cache_memory} is more than the {max(0, most)} bytes that are free beside "
+                f"{in_units(activations)} for the largest step: use {max(0, most)} or less"
+            )
+        left = wishes.kv_cache_memory
+    if left < each:
+        raise QtoolError(
+            f"{left} bytes for the KV cache, but one block of {wishes.block_size} tokens takes {each} bytes"
+        )
+    blocks = min(left // each, wishes.max_num_seqs * wishes.blocks_per_request)
+    room, length = blocks * wishes.block_size, wishes.length
+    if wishes.max_model_len is not None:
+        option = "kv_cache_memory" if on_cpu or wishes.kv_cache_memory else "gpu_memory_utilization"
+        check_length(length, room, each, wishes.block_size, option=option)
+    elif room < length:
+        log.info("max_model_len is %d instead of %d: the KV cache holds no more", room, length)
+        length = room
+    if on_cpu:
+        limit = weights + activations + blocks * each
+    budget = MemoryBudget(
+        device=memory.name,
+        limit=limit,
+        weights=weights,
+        activations=activations,
+        activations_measured=not on_cpu,
+        graphs=graphs,
+        kv_cache=blocks * each,
+        kv_tokens=room,
+    )
+    return MemoryPlan(blocks, length, budget, prefill_s)
+
+
+def _cpu_cache(free: int, each: int, wishes: Wishes) -> int:
+    """Bytes of a cache that nobody gave a size for."""
+    plenty = max(CPU_CACHE_PLENTY, 2 * each * wishes.blocks_per_request)
+    return min(int(free * CPU_CACHE_SHARE), plenty)

@@ -35,7 +35,7 @@ def main() -> None:
     folder = resolve_model(args.model)
     text = calibration_set(folder, data=args.data, num_sequences=args.samples, seq_len=args.seq_len, seed=0)
     plans = {bits: allocate(sensitivity, Limits(avg_bits=bits)) for bits in {*args.bits, *args.fit_bits}}
-    measure = joint_measure(folder, text.tokens, resolve_device(args.device))
+    measure = joint_measure(folder, text.tokens, resolve_device(args.device), rounding=sensitivity.rounding)
     kl = dict(zip(plans, measure([p.plan for p in plans.values()]), strict=True))
     correction = fit_correction([(plans[bits].damage, kl[bits]) for bits in args.fit_bits])
     print(f"correction: KL = {correction.scale:.4g} x sum^{correction.exponent:.4g}\n")

@@ -9,6 +9,22 @@ import typer
 
 from qtool.cli.common import Device, Json, Model, Quiet, Reporter
 
+Granularity = Annotated[
+    str,
+    typer.Option(
+        "--granularity",
+        help="What shares a scheme: group (q,k,v; gate,up: as servers fuse them) or layer (less damage at the "
+        "same size; vLLM and SGLang do not read such artifacts).",
+    ),
+]
+Rounding = Annotated[
+    str,
+    typer.Option(
+        "--rounding",
+        help="Of the candidates: rtn (to nearest) or gptq (on one half of the samples, measured on the other).",
+    ),
+]
+
 
 def command(
     model: Model,
@@ -21,6 +37,8 @@ def command(
     metric: Annotated[
         str, typer.Option("--metric", help="fisher (fast, predicts KL), kl (measured, slow), output or weight.")
     ] = "fisher",
+    rounding: Rounding = "rtn",
+    granularity: Granularity = "group",
     data: Annotated[
         Path | None, typer.Option("--data", help="Calibration text, .txt or .jsonl; default: the Python library's own.")
     ] = None,
@@ -49,7 +67,7 @@ def command(
     check_writable(output)
     if page == output:
         raise QtoolError(f"--out {output}: names the JSON file; the page goes beside it, so it cannot end in .html")
-    check_request(names, metric, device)
+    check_request(names, metric, device, rounding, granularity)
     with reporter.progress() as progress:
         folder = resolve_model(model, progress=progress)
         with Checkpoint(folder) as checkpoint:
@@ -58,7 +76,15 @@ def command(
         for note in calibration.notes:
             reporter.say(note)
         result = analyze(
-            folder, name=model, schemes=names, metric=metric, calibration=calibration, device=device, progress=progress
+            folder,
+            name=model,
+            schemes=names,
+            metric=metric,
+            rounding=rounding,
+            granularity=granularity,
+            calibration=calibration,
+            device=device,
+            progress=progress,
         )
     write_text(output, result.to_json())
     write_text(page, report.html_page(result))
@@ -76,6 +102,8 @@ def command(
             "sensitivity": str(output),
             "page": str(page),
             "metric": metric,
+            "rounding": rounding,
+            "granularity": granularity,
             "forward_passes": result.forward_passes,
             "fingerprint": result.fingerprint,
             "verdict": report.verdict(result),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qtool.cli.analyze import Granularity, Rounding
 from qtool.cli.common import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, Device, Json, Model, Quiet, Reporter
 from qtool.cli.plan import AvgBits, Batch, MaxBytes, MaxLatency, Wishes, parse_bytes
 
@@ -54,6 +55,8 @@ def command(
         str | None, typer.Option("--schemes", help="Candidates, as in `qtool analyze`.", show_default=False)
     ] = None,
     metric: Annotated[str, typer.Option("--metric", help="Of the analysis: fisher, kl, output or weight.")] = "fisher",
+    rounding: Rounding = "rtn",
+    granularity: Granularity = "group",
     method: Annotated[str, typer.Option("--method", help="Of quantizing, as in `qtool quantize`.")] = "gptq",
     data: Annotated[
         Path | None, typer.Option("--data", help="Calibration text, .txt or .jsonl; default: the Python library's own.")
@@ -108,6 +111,8 @@ def command(
         thresholds=thresholds,
         schemes=DEFAULT_SCHEMES if schemes is None else tuple(s for s in schemes.split(",") if s.strip()),
         metric=metric,
+        rounding=rounding,
+        granularity=granularity,
         method=method,
         batch=batch,
         relax=_percent("--relax", relax),
@@ -120,7 +125,7 @@ def command(
         device=device,
         seed=seed,
     )
-    check_request(wish.schemes, metric, device)
+    check_request(wish.schemes, metric, device, rounding, granularity)
     parse_method(method)
     for file in (text, *(Path(t) for t in wish.tasks if t not in BUILT_IN)):
         if file is not None and not file.is_file():

@@ -129,7 +129,7 @@ def command(
         latency: Latency | None = None
         if max_latency_ms is not None or (frontier and axis == "latency"):
             latency = group_latency(found, place, tokens=batch, progress=progress)
-        measure = None if text is None else joint_measure(folder, text.tokens, place, progress)
+        measure = None if text is None else joint_measure(folder, text.tokens, place, progress, rounding=found.rounding)
         if limits is None:
             _frontier(found, wishes, latency, measure, target, reporter)
         else:
@@ -188,6 +188,7 @@ def _plan(
     details = {
         "model": found.model,
         "metric": found.metric,
+        "rounding": found.rounding,
         "unit": UNITS[found.metric],
         "sensitivity_calibration": dict(found.calibration),
         "limits": {

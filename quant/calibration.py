@@ -213,6 +213,12 @@ class Block:
         self.spill = spill or Spill(cache_folder() / "activations")
         self._positions = positions
 
+    def over(self, inputs: Sequence[Tensor]) -> Block:
+        """The same block around other inputs."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
     def precision(self) -> AbstractContextManager[Any]:
         """Within it, modules of the block multiply in `compute`."""
         if self.compute is None:

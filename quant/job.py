@@ -108,12 +108,6 @@ def prepare(
     if check_head(plan, structure, format):
         shapes[structure.head] = _head_shape(weights, structure)
     check_covers(plan, shapes)
-    for names in fused_groups(structure):
-        if len({plan[name] for name in names}) > 1:
-            found = ", ".join(f"{name.rpartition('.')[2]} {scheme_name(plan[name])}" for name in names)
-            raise QtoolError(
-                f"the plan's layers {names[0].rpartition('.')[0]}: {found}; servers fuse them, so they need one scheme"
-            )
     for name, own in plan.layers.items():
         if own is not None:
             try:
@@ -139,7 +133,7 @@ def prepare(
         alpha=alpha,
         search=SearchSettings(iters=iters, seed=seed),
     )
-    said = _summarize(notes)
+    said = (*_summarize(notes), *_split_notes(plan, structure))
     if untied_bytes:
         said = (*said, f"the head is untied from the embedding: {untied_bytes / 1e6:.1f} MB more in 16 bits")
     if format == compressed_tensors.NAME and (note := _transformers_note(plan)):
@@ -149,6 +143,18 @@ def prepare(
         weights = rotated(weights, structure, head_dim=settings.head_dim, seed=seed, exact=exact)
     kv_int8 = kv_cache == "int8"
     return Job(checkpoint, weights, structure, shapes, ordered, settings, out_format, format, kv_int8, said)
+
+
+def _split_notes(plan: QuantPlan, structure: ModelStructure) -> tuple[str, ...]:
+    """A line where layers that servers fuse have schemes of their own."""
+    split = [names for names in fused_groups(structure) if len({plan[name] for name in names}) > 1]
+    if not split:
+        return ()
+    found = ", ".join(f"{name.rpartition('.')[2]} {scheme_name(plan[name])}" for name in split[0])
+    return (
+        f"{len(split)} groups (first {split[0][0].rpartition('.')[0]}: {found}) hold several schemes: qtool and "
+        "transformers serve that, vLLM and SGLang need one scheme for what they fuse (plan with --granularity group)",
+    )
 
 
 def _transformers_note(plan: QuantPlan) -> str | None:

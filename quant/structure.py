@@ -147,7 +147,7 @@ def linear_shapes(checkpoint: Weights) -> dict[str, tuple[int, int]]:
 
 
 def fused_groups(structure: ModelStructure) -> list[tuple[str, ...]]:
-    """Full names of the linears that must share one scheme, block by block in true-sequential order."""
+    """Full names of the linears that servers fuse into one product, block by block in true-sequential order."""
     return [
         tuple(f"{structure.block_name(i)}.{member}" for member in group.members)
         for i in range(structure.num_blocks)

@@ -15,6 +15,8 @@ from qtool.quant.structure import ModelStructure
 
 DEFAULT_SCHEMES = ("fp16", "w8", "w4g128", "w4g64", "w4g32")
 
+GRANULARITIES = ("group", "layer")
+
 Damage = dict[str, dict[str, float]]
 """Group name → scheme name → damage."""
 
@@ -48,22 +50,48 @@ def parse_candidates(names: Sequence[str]) -> list[QuantScheme | None]:
     return schemes
 
 
+def check_granularity(granularity: str) -> None:
+    """Raise QtoolError for one that is not known."""
+    if granularity not in GRANULARITIES:
+        raise QtoolError(f"--granularity {granularity}: use one of {', '.join(GRANULARITIES)}")
+
+
 def candidate_groups(
-    structure: ModelStructure, shapes: Mapping[str, tuple[int, int]], schemes: Sequence[QuantScheme | None]
+    structure: ModelStructure,
+    shapes: Mapping[str, tuple[int, int]],
+    schemes: Sequence[QuantScheme | None],
+    granularity: str = "group",
 ) -> list[Group]:
-    """The groups of a model in order. Raises QtoolError where nothing divides a group's input."""
+    """What shares a scheme, in model order: what servers fuse (q,k,v; gate,up), or by `layer` each projection.
+
+    Raises:
+        QtoolError: nothing divides a group's input, or an unknown granularity.
+    """
+    check_granularity(granularity)
+    parts = [(g.kind, g.members) for g in structure.groups]
+    if granularity == "layer":
+        parts = [part for group in structure.groups for part in _by_projection(group.members)]
     groups = []
     for block in range(structure.num_blocks):
         prefix = structure.block_name(block)
-        for group in structure.groups:
-            members = tuple(f"{prefix}.{member}" for member in group.members)
+        for kind, relative in parts:
+            members = tuple(f"{prefix}.{member}" for member in relative)
             try:
                 fitted = [fit_group(s, shapes[members[0]][1]) for s in schemes if s is not None]
             except QtoolError as error:
                 raise QtoolError(f"layer {members[0]}: {error}") from None
-            name = f"{prefix}.{group.kind}"
-            groups.append(Group(name, block, group.kind, members, tuple(dict.fromkeys(fitted)), None in schemes))
+            groups.append(
+                Group(f"{prefix}.{kind}", block, kind, members, tuple(dict.fromkeys(fitted)), None in schemes)
+            )
     return groups
+
+
+def _by_projection(members: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """(`q_proj`, its layers) and so on; experts of one layer stay together."""
+    found: dict[str, list[str]] = {}
+    for member in members:
+        found.setdefault(member.rpartition(".")[2], []).append(member)
+    return [(name, tuple(layers)) for name, layers in found.items()]
 
 
 def fake_quantize(layer: str, weight: Tensor, scheme: QuantScheme) -> Tensor:

@@ -41,6 +41,7 @@ from qtool.sensitivity.stages import keep, recall, stage_path
 
 log = logging.getLogger(__name__)
 
+_ANALYZED = ("schemes", "metric", "rounding", "granularity")  # of a Wish: what an analysis depends on
 _COMPARED = ("thresholds", "windows", "max_windows", "context", "tasks")  # of a Wish: what a verdict depends on
 
 
@@ -52,7 +53,7 @@ class Wish:
         limits: the first budget; `max_damage` is not among them.
         keep: schemes fixed by layer name.
         thresholds: the gate.
-        schemes, metric: of the analysis.
+        schemes, metric, rounding, granularity: of the analysis.
         method: of quantizing.
         batch: sequences in the decode step that a limit of time is about.
         relax: by how much the budget grows at each step, as a share.
@@ -68,6 +69,8 @@ class Wish:
     thresholds: Thresholds = field(default_factory=Thresholds)
     schemes: tuple[str, ...] = DEFAULT_SCHEMES
     metric: str = "fisher"
+    rounding: str = "rtn"
+    granularity: str = "group"
     method: str = "gptq"
     batch: int = 1
     relax: float = 0.05
@@ -179,10 +182,10 @@ def compress(
     Raises:
         QtoolError: an impossible wish, before work begins; whatever the stages refuse.
     """
-    check_request(wish.schemes, wish.metric, wish.device)
+    check_request(wish.schemes, wish.metric, wish.device, wish.rounding, wish.granularity)
     check_apart(out, folder)
     with Checkpoint(folder) as checkpoint:
-        blank = outline(checkpoint, wish.schemes)
+        blank = outline(checkpoint, wish.schemes, wish.granularity)
         facts = {
             "model": blank.fingerprint,
             "analysis": analysis.fingerprint,
@@ -267,7 +270,8 @@ class _Run:
 
     def _analyze(self) -> Sensitivity:
         facts = {k: self.facts[k] for k in ("model", "analysis", "device")}
-        path = stage_path("analyze", {**facts, "schemes": self.wish.schemes, "metric": self.wish.metric})
+        asked = {k: v for k, v in asdict(self.wish).items() if k in _ANALYZED}
+        path = stage_path("analyze", {**facts, **asked})
         found = recall(path, Sensitivity.load)
         if found is None:
             found = analyze(
@@ -275,6 +279,8 @@ class _Run:
                 name=self.name,
                 schemes=self.wish.schemes,
                 metric=self.wish.metric,
+                rounding=self.wish.rounding,
+                granularity=self.wish.granularity,
                 calibration=self.analysis,
                 device=self.wish.device,
                 progress=self.progress,

@@ -14,7 +14,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import layer_bytes, parse_scheme
 from qtool.quant.textfile import read_json
 
-FORMAT = 2
+FORMAT = 3
 
 UNITS = {
     "fisher": "predicted KL divergence of the logits, nats per token",
@@ -23,6 +23,13 @@ UNITS = {
     "weight": "squared relative error of the group's weights",
 }
 KL_METRICS = ("fisher", "kl")  # whose damage is a KL divergence in nats
+ROUNDINGS = ("rtn", "gptq")
+
+
+def check_rounding(rounding: str) -> None:
+    """Raise QtoolError for a rounding of candidates that is not known."""
+    if rounding not in ROUNDINGS:
+        raise QtoolError(f"--rounding {rounding}: use one of {', '.join(ROUNDINGS)}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Sensitivity:
         model: what the user called it.
         fingerprint: of the checkpoint (quant.fingerprint).
         metric: a key of UNITS.
+        rounding: how the candidates were rounded, one of ROUNDINGS.
         calibration: source, number and length of sequences, fingerprint.
         forward_passes: what the probe cost, in passes of all samples through all blocks, quantizing apart.
         shapes: layer → (rows, cols), every linear of the blocks.
@@ -62,6 +70,7 @@ class Sensitivity:
     model: str
     fingerprint: str
     metric: str
+    rounding: str
     calibration: Mapping[str, Any]
     forward_passes: float
     shapes: Mapping[str, tuple[int, int]]
@@ -81,6 +90,7 @@ class Sensitivity:
             "fingerprint": self.fingerprint,
             "metric": self.metric,
             "unit": UNITS[self.metric],
+            "rounding": self.rounding,
             "calibration": dict(self.calibration),
             "forward_passes": self.forward_passes,
             "other_bytes": self.other_bytes,
@@ -108,6 +118,7 @@ class Sensitivity:
                 model=document["model"],
                 fingerprint=document["fingerprint"],
                 metric=document["metric"],
+                rounding=document["rounding"],
                 calibration=document["calibration"],
                 forward_passes=float(document["forward_passes"]),
                 shapes={name: (int(v["shape"][0]), int(v["shape"][1])) for name, v in document["layers"].items()},
@@ -127,6 +138,7 @@ class Sensitivity:
             members = {m for g in sensitivity.groups for m in g.members}
             if members != set(sensitivity.shapes) or sensitivity.metric not in UNITS:
                 raise ValueError("its groups are not the model's layers")
+            check_rounding(sensitivity.rounding)
             sensitivity._check()
         except QtoolError as error:
             raise QtoolError(f"{path}: {error}") from None

@@ -17,7 +17,8 @@ from qtool.sensitivity.frontier import frontier, picture, table
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
 TOP = 10
-_EXPECTED = {"qkv", "gate_up"}  # the rule of thumb: what reads a norm's output is the most sensitive
+# the rule of thumb: what reads a norm's output is the most sensitive
+_EXPECTED = {"qkv", "gate_up", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
 
 def schemes_by_size(sensitivity: Sensitivity) -> list[str]:
@@ -74,7 +75,8 @@ def verdict(sensitivity: Sensitivity) -> str:
     total = sum(max(g.damage.values()) for g in ranked) or 1.0
     share = sum(max(g.damage.values()) for g in ranked[:TOP]) / total
     kinds = list(_density(sensitivity))
-    agrees = set(kinds[:2]) == _EXPECTED
+    expected = _EXPECTED & set(kinds)
+    agrees = set(kinds[: len(expected)]) == expected
     return (
         f"The {min(TOP, len(ranked))} most sensitive of {len(ranked)} groups hold {100 * share:.0f} % of the damage. "
         f"Per weight, {kinds[0]} suffers most, then {', '.join(kinds[1:])}: the rule of thumb (q,k,v and gate,up "

@@ -21,13 +21,12 @@ from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
-from qtool.quant.scheme import QuantPlan, QuantScheme
+from qtool.quant.scheme import QuantPlan
 from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate
-from qtool.sensitivity.candidates import fake_quantize
 from qtool.sensitivity.divergence import mean_kl
 from qtool.sensitivity.record import Sensitivity
+from qtool.sensitivity.rounding import batch_tokens, round_block, rounding_for
 
-BATCH_TOKENS = 1024
 TOLERANCE = 0.10  # a prediction that misses the measurement by more is corrected
 
 
@@ -79,10 +78,11 @@ def joint_kl(
     tokens: Tensor,
     plans: Sequence[QuantPlan],
     *,
+    rounding: str = "rtn",
     device: torch.device,
     progress: ProgressFn = silent,
 ) -> list[float]:
-    """KL(16-bit ‖ plan) in nats, mean over tokens, of every plan as a whole, rounded to nearest with signed scales.
+    """KL(16-bit ‖ plan) in nats, mean over tokens, of every plan as a whole.
 
     All plans walk through the blocks together, so that each block is read once. Memory: the hidden states of all
     samples for each plan, and the logits of one batch.
@@ -90,23 +90,22 @@ def joint_kl(
     Args:
         checkpoint: the 16-bit model.
         tokens: [num_sequences, seq_len] int64.
+        rounding: `rtn`, or `gptq`: every plan is quantized by GPTQ on one half of the tokens and measured on the other.
     """
-    walker = BlockWalker(checkpoint, tokens, device=device, batch_tokens=BATCH_TOKENS)
+    walker = BlockWalker(checkpoint, tokens, device=device, batch_tokens=batch_tokens(tokens))
+    how = rounding_for(rounding, walker)
     states = [list(walker.states) for _ in plans]
     for block in walker:
-        originals = {name: linear.weight.data for name, linear in block.linears.items()}
-        rounded: dict[tuple[str, QuantScheme], Tensor] = {}
         for plan, batches in zip(plans, states, strict=True):
-            for name, weight in originals.items():
-                scheme = plan[name]
-                if scheme is not None and (name, scheme) not in rounded:
-                    rounded[name, scheme] = fake_quantize(name, weight, scheme)
-                block.linears[name].weight.data = weight if scheme is None else rounded[name, scheme]
+            originals = {name: linear.weight.data for name, linear in block.linears.items()}
+            schemes = {name: plan[name] for name in originals}
+            round_block(block.over(batches[: how.held]), walker.structure, schemes, how)
             run_all(block, batches)
-        for name, weight in originals.items():
-            block.linears[name].weight.data = weight
+            for name, weight in originals.items():
+                block.linears[name].weight.data = weight
         progress(f"measure {len(plans)} plans", block.index + 1, len(walker))
-    return mean_kl(walker.head(), walker.states, states)
+    measured = [batches[how.held :] for batches in states]
+    return mean_kl(walker.head(), walker.states[how.held :], measured)
 
 
 @torch.no_grad()
@@ -211,11 +210,13 @@ def correct_curve(curve: Sequence[Allocation], measure: Measure, points: int = 5
     return fit_correction(list(zip((p.damage for p in chosen), measure([p.plan for p in chosen]), strict=True)))
 
 
-def joint_measure(folder: Path, tokens: Tensor, device: torch.device, progress: ProgressFn = silent) -> Measure:
+def joint_measure(
+    folder: Path, tokens: Tensor, device: torch.device, progress: ProgressFn = silent, *, rounding: str = "rtn"
+) -> Measure:
     """joint_kl on the model in `folder`."""
 
     def measure(plans: Sequence[QuantPlan]) -> list[float]:
         with Checkpoint(folder) as checkpoint:
-            return joint_kl(checkpoint, tokens, plans, device=device, progress=progress)
+            return joint_kl(checkpoint, tokens, plans, rounding=rounding, device=device, progress=progress)
 
     return measure

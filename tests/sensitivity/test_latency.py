@@ -23,6 +23,7 @@ FOUND = Sensitivity(
     model="m",
     fingerprint="0" * 64,
     metric="kl",
+    rounding="rtn",
     calibration={},
     forward_passes=1.0,
     shapes={Q_PROJ: (64, 128), K_PROJ: (32, 128), O_PROJ: (128, 64)},

@@ -21,12 +21,14 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.detokenizer import Detokenizer
+from qtool.runtime.drafting import check_draft, load_draft, make_speculator
 from qtool.runtime.engine.core import EngineCore
 from qtool.runtime.engine.core import EngineStats as EngineStats  # part of this face
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
+from qtool.runtime.engine.speculation import speculation_config
 from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
@@ -72,6 +74,10 @@ class LLMEngine:
         prefix_caching: share the KV blocks of equal prefixes.
         deterministic: a request gets the same tokens alone or among others, whatever is cached, chunked or preempted;
             on a CPU alone, and slower: see executor/batch_invariant.py.
+        speculative: propose tokens and verify several in a step, see engine/speculation.py: prompt-lookup, draft or
+            self; None: no.
+        draft_model: folder or name of the model that drafts, for the latter two.
+        num_speculative_tokens: always so many drafts where they pay; None: as many as their acceptance suggests.
         seed: base of the random streams of requests without a seed of their own.
         memory: reader of the device's memory; None: the device's own.
 
@@ -100,6 +106,9 @@ class LLMEngine:
         static_batching: bool = False,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        speculative: str | None = None,
+        draft_model: str | None = None,
+        num_speculative_tokens: int | None = None,
         seed: int = 0,
         progress: ProgressFn = silent,
         memory: DeviceMemory | None = None,
@@ -115,6 +124,7 @@ class LLMEngine:
             max_num_seqs, max_num_batched_tokens, static_batching=static_batching, policy=scheduling_policy
         )
         check_kv_cache_dtype(kv_cache_dtype)
+        speculation = speculation_config(speculative, draft_model, num_speculative_tokens, static_batching)
         where = resolve_device(device)
         if deterministic and where.type != "cpu":
             raise QtoolError("deterministic: kernels on a GPU sum by the batch; take --device cpu, or leave it out")
@@ -126,6 +136,8 @@ class LLMEngine:
             raise QtoolError(f"max_model_len {length} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
         self._eos = eos_token_ids(folder, self.config)
+        draft_folder = None if speculation is None else check_draft(speculation, folder, self.config)
+        draft = None
         memory = memory or (CudaMemory(where) if where.type == "cuda" else HostMemory())
         limit, before = memory_limit(memory, gpu_memory_utilization), memory.used()
         try:
@@ -137,6 +149,16 @@ class LLMEngine:
                 max_model_len=length,
                 progress=progress,
             )
+            if draft_folder is not None:
+                draft = load_draft(
+                    draft_folder,
+                    decoder,
+                    device=where,
+                    dtype=dtype,
+                    kv_cache_dtype=kv_cache_dtype,
+                    max_model_len=length,
+                    progress=progress,
+                )
         except torch.OutOfMemoryError:
             raise QtoolError(
                 f"{folder}: the weights do not fit into the {limit} bytes that are free on {memory.name}: quantize the "
@@ -151,7 +173,7 @@ class LLMEngine:
             max_num_seqs,
             max_num_batched_tokens,
         )
-        plan = plan_memory(decoder, memory, wishes, limit=limit, weights=memory.used() - before)
+        plan = plan_memory(decoder, memory, wishes, limit=limit, weights=memory.used() - before, draft=draft)
         blocks, wanted = plan.num_blocks, plan.max_model_len
         self.memory = plan.budget
         if decoder.kv_mode != "float":
@@ -169,6 +191,18 @@ class LLMEngine:
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),
             self.runner,
             run_ahead=self.runner.runs_ahead and not static_batching,
+            speculator=None
+            if speculation is None
+            else make_speculator(
+                speculation,
+                self.runner,
+                draft,
+                num_blocks=blocks,
+                max_num_seqs=max_num_seqs,
+                max_model_len=wanted,
+                prefix_caching=prefix_caching,
+                deterministic=deterministic,
+            ),
         )
         self._entries: dict[str, _Entry] = {}
         self._home: dict[Request, tuple[_Entry, int]] = {}
@@ -316,10 +350,13 @@ class LLMEngine:
                 break  # the end-of-sequence token is no text
             check = position + 1 > request.params.min_tokens
             if text.append(token, check_stop=check):
+                count = position + 1  # a step may have brought more than the stop string needed
+                del request.token_ids[request.num_prompt_tokens + count :], request.logprobs[count:]
                 if request.status is Status.FINISHED:
                     request.finish_reason, request.stop_reason = "stop", text.stop_reason
                 else:
                     self._core.finish(request.request_id, "stop", text.stop_reason)
+                break
         entry.fed[index] = count
         if request.status is Status.FINISHED and request.finish_reason != "error":
             text.finish(check_stop=count > request.params.min_tokens)
@@ -382,6 +419,8 @@ def _metrics(parts: Sequence[Request]) -> RequestMetrics:
         finished=None if None in ends else max(end for end in ends if end is not None),
         num_cached_tokens=parts[0].num_cached_tokens,
         num_preemptions=sum(p.num_preemptions for p in parts),
+        num_drafted_tokens=sum(p.num_drafted for p in parts),
+        num_accepted_tokens=sum(p.num_accepted for p in parts),
     )
 
 

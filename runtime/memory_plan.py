@@ -64,16 +64,26 @@ def memory_limit(memory: DeviceMemory, utilization: float | None) -> int:
     return engine_limit(memory.total(), memory.free(), utilization)
 
 
-def plan_memory(decoder: Decoder, memory: DeviceMemory, wishes: Wishes, *, limit: int, weights: int) -> MemoryPlan:
+def plan_memory(
+    decoder: Decoder,
+    memory: DeviceMemory,
+    wishes: Wishes,
+    *,
+    limit: int,
+    weights: int,
+    draft: Decoder | None = None,
+) -> MemoryPlan:
     """Measure or estimate what a step takes, and give the rest to the KV cache.
 
     Args:
         limit, weights: bytes that the engine may hold, and those that it holds now.
+        draft: a model that drafts, already loaded; its KV cache has as many blocks.
 
     Raises:
         QtoolError: what was asked for does not fit; names the largest setting that would.
     """
-    each = kv_block_bytes(decoder, wishes.block_size)
+    models = [decoder] if draft is None else [decoder, draft]
+    each = sum(kv_block_bytes(model, wishes.block_size) for model in models)
     on_cpu = isinstance(memory, HostMemory)
     prefill_s = None
     if on_cpu:
@@ -89,7 +99,9 @@ def plan_memory(decoder: Decoder, memory: DeviceMemory, wishes: Wishes, *, limit
             max_model_len=wishes.length,
             block_size=wishes.block_size,
         )
-        graphs = graph_bytes(memory, decoder, wishes.max_num_seqs, wishes.length, wishes.block_size)
+        graphs = sum(
+            graph_bytes(memory, model, wishes.max_num_seqs, wishes.length, wishes.block_size) for model in models
+        )
         if wishes.kv_cache_memory is not None:
             limit = max(limit, min(memory.total(), weights + memory.free()))
         left = kv_bytes_left(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
 from qtool.runtime.engine.scheduler import Scheduler, SchedulerConfig
+from qtool.runtime.engine.speculation import Speculator, decoding
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,9 @@ class EngineStats:
     num_steps: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -57,10 +62,16 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A step on the device. `handle` is the executor's, or the error that it raised."""
+    """A step on the device.
+
+    `handle` is the executor's, or the error that it raised; `began` by time.perf_counter(); `proposed`: drafts were
+    wanted for it.
+    """
 
     scheduled: list[ScheduledRequest]
     handle: Any
+    began: float
+    proposed: bool
 
 
 class EngineCore:
@@ -69,15 +80,24 @@ class EngineCore:
     Args:
         run_ahead: submit a step before the results of the one before are known, where all of its requests allow it, so
             that the device need not wait for the host. Outputs come one call of `step` later, and are the same.
+        speculator: proposes tokens for a step to verify. Such a step waits for the one before, and the next for it.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, executor: Executor, *, run_ahead: bool = False
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        executor: Executor,
+        *,
+        run_ahead: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, kv)
         self.kv = kv
         self.executor = executor
         self._run_ahead = run_ahead
+        self._speculator = speculator
+        self._entered = 0.0  # when the last step's results were, by time.perf_counter()
         self._ahead: _Ahead | None = None
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
@@ -98,6 +118,7 @@ class EngineCore:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.finish(request, reason, stop_reason)
+            self._forget(request)
             self._check_when_idle()
         return request
 
@@ -106,27 +127,37 @@ class EngineCore:
 
     def step(self) -> list[Request]:
         """Compute one step; returns the requests that got a token or ended. A failing step ends its own requests."""
+        began = time.perf_counter()
         before, self._ahead = self._ahead, None
-        if before is not None and not all(w.request.may_run_ahead for w in before.scheduled):
+        if before is not None and not self._may_overlap(before):
             return self._enter(before)
-        scheduled = self.scheduler.schedule()
+        drafts = self._speculator.propose(decoding(self.scheduler.running)) if self._speculator else None
+        scheduled = self.scheduler.schedule(drafts)
         if scheduled:
             self._num_steps += 1
-            self._ahead = self._submit(scheduled)
+            self._ahead = _Ahead(scheduled, self._submit(scheduled), began, drafts is not None)
         if before is None:
             if self._run_ahead or self._ahead is None:
                 return []
             before, self._ahead = self._ahead, None
         return self._enter(before)
 
-    def _submit(self, scheduled: list[ScheduledRequest]) -> _Ahead:
+    def _may_overlap(self, step: _Ahead) -> bool:
+        """The next step can be submitted before this one's results are known."""
+        if not all(w.request.may_run_ahead and not w.draft.token_ids for w in step.scheduled):
+            return False
+        if self._speculator is None:
+            return True
+        return not self._speculator.wanted([w.request for w in step.scheduled if w.sample])
+
+    def _submit(self, scheduled: list[ScheduledRequest]) -> Any:
         try:
             handle = self.executor.submit(scheduled)
         except Exception as error:
             handle = error
         if self._run_ahead:
             self.scheduler.launched(scheduled)
-        return _Ahead(scheduled, handle)
+        return handle
 
     def _enter(self, step: _Ahead) -> list[Request]:
         """Wait for a step and enter its results."""
@@ -142,11 +173,20 @@ class EngineCore:
                 self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
         else:
             changed = self.scheduler.update(scheduled, results)
+            if self._speculator is not None:
+                now = time.perf_counter()
+                self._speculator.observe(scheduled, results, now - max(step.began, self._entered), proposed=step.proposed)
+                self._entered = now
         for request in changed:
             if request.status is Status.FINISHED:
                 del self._requests[request.request_id]
+                self._forget(request)
         self._check_when_idle()
         return changed
+
+    def _forget(self, request: Request) -> None:
+        if self._speculator is not None:
+            self._speculator.forget(request)
 
     def _check_when_idle(self) -> None:
         if not self.scheduler.has_unfinished():
@@ -173,4 +213,7 @@ class EngineCore:
             num_steps=self._num_steps,
             prefix_cache_queries=self.kv.prefix_queries,
             prefix_cache_hits=self.kv.prefix_hits,
+            num_drafts=self._speculator.num_drafts if self._speculator else 0,
+            num_draft_tokens=self._speculator.num_draft_tokens if self._speculator else 0,
+            num_accepted_tokens=self._speculator.num_accepted_tokens if self._speculator else 0,
         )

@@ -167,7 +167,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Moments of a request's life, in seconds of `time.monotonic()`; None: not reached."""
+    """Moments of a request's life, in seconds of `time.monotonic()`; None: not reached.
+
+    num_drafted_tokens, num_accepted_tokens: proposed by speculation, and those of them that became output.
+    """
 
     arrival: float
     scheduled: float | None = None
@@ -175,6 +178,8 @@ class RequestMetrics:
     finished: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

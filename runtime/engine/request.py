@@ -11,6 +11,21 @@ from qtool.runtime.engine.params import RequestMetrics, SamplingParams, TokenLog
 from qtool.runtime.engine.structured_output import TokenMatcher
 
 
+class Draft(NamedTuple):
+    """Tokens that a proposer expects next, to be verified in one step (engine/speculation.py).
+
+    Attributes:
+        probs: the distribution that each was drawn from, [len(token_ids), vocab_size] in the executor's own form; None
+            where they were not drawn, so that each is certain.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    probs: Any = None
+
+
+NO_DRAFT = Draft()
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,6 +57,7 @@ class Request:
             goes in.
         num_computed_tokens: with those of a step that is still on the device.
         num_in_flight: tokens that such steps sample: they count, but nobody has seen them yet.
+        num_drafted, num_accepted: tokens that were proposed for it, and those of them that are part of the output.
         block_table, num_slots: its KV blocks in order while it runs, and the tokens that they hold; kept by the
             KVCacheManager.
     """
@@ -66,6 +82,8 @@ class Request:
     num_scored: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0
     status: Status = Status.WAITING
@@ -124,6 +142,8 @@ class Request:
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
         )
 
 
@@ -134,6 +154,7 @@ class ScheduledRequest(NamedTuple):
         block_table: the request's KV blocks in order; covers the computed tokens.
         sample: the last of these tokens is the request's last, so the next one is to be sampled.
         padding: a finished row of a static batch, computed and thrown away.
+        draft: what the last of these tokens are, beyond the request's own: they are verified.
     """
 
     request: Request
@@ -142,12 +163,14 @@ class ScheduledRequest(NamedTuple):
     block_table: list[int]
     sample: bool
     padding: bool = False
+    draft: Draft = NO_DRAFT
 
 
 class StepResult(NamedTuple):
     """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions.
 
-    `error` says why there is none of these; the request ends with it.
+    `error` says why there is none of these; the request ends with it. `accepted` counts the tokens of the work's draft
+    that come before the sampled one, `accepted_logprobs` are theirs.
     """
 
     token_id: int | None = None
@@ -155,3 +178,5 @@ class StepResult(NamedTuple):
     prompt_scores: tuple[Any, ...] = ()
     num_scored: int = 0
     error: str | None = None
+    accepted: int = 0
+    accepted_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -13,14 +13,14 @@ import itertools
 import logging
 import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.policy import POLICIES
-from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
+from qtool.runtime.engine.request import NO_DRAFT, Draft, Request, ScheduledRequest, Status, StepResult
 
 ADMIT_SHARE = 16
 """Where more requests wait than fit, admit them once one in so many seats is free: prompts in one step cost less than
@@ -114,9 +114,13 @@ class Scheduler:
         _remove(self.running, request)
         self.kv.free(request)
 
-    def schedule(self) -> list[ScheduledRequest]:
-        """The next step's work; empty when there is nothing to do. Blocks for it are allocated."""
+    def schedule(self, drafts: Mapping[Request, Draft] | None = None) -> list[ScheduledRequest]:
+        """The next step's work; empty when there is nothing to do. Blocks for it are allocated.
+
+        `drafts` are verified as far as the budget and free blocks go: nobody waits or is preempted for them.
+        """
         scheduled: dict[Request, ScheduledRequest] = {}
+        spare = self.config.max_num_batched_tokens - len(self.running)
         before = self.num_preemptions
         # A decode is one token behind: all of them go first, so that no long prefill holds them up.
         prefills: list[Request] = []
@@ -133,9 +137,14 @@ class Scheduler:
             elif in_flight and total >= request.max_num_tokens:
                 pass  # the token that a step on the device samples is the last one it may have
             elif total <= request.num_slots or self._make_room(request, total, scheduled):
-                scheduled[request] = ScheduledRequest(request, start, 1, request.block_table, request.generate)
+                draft = self._fit(request, drafts[request], spare) if drafts and request in drafts else NO_DRAFT
+                extra = len(draft.token_ids)
+                spare -= extra
+                scheduled[request] = ScheduledRequest(
+                    request, start, 1 + extra, request.block_table, request.generate, False, draft
+                )
         limit = self.config.max_num_batched_tokens
-        budget = limit - len(scheduled)
+        budget = limit - sum(work.num_tokens for work in scheduled.values())
         most = limit if len(prefills) + len(self.waiting) <= 1 else max(1, int(limit * self.config.request_share))
         for request in prefills:
             if budget == 0:
@@ -151,6 +160,16 @@ class Scheduler:
         if budget and most < limit:
             self._spread(scheduled, budget)
         return list(scheduled.values())
+
+    def _fit(self, request: Request, draft: Draft, spare: int) -> Draft:
+        """As much of a draft as may follow the request's tokens, cost, and be stored without taking from others."""
+        total = len(request.token_ids)
+        count = min(len(draft.token_ids), spare, request.max_num_tokens - total - 1)
+        if count > 0 and not self.kv.grow(request, total + count):
+            count = request.num_slots - total
+        if count == len(draft.token_ids):
+            return draft
+        return NO_DRAFT if count <= 0 else Draft(draft.token_ids[:count], draft.probs)
 
     def _make_room(self, request: Request, num_tokens: int, scheduled: dict[Request, ScheduledRequest]) -> bool:
         """Blocks for a request, taken from those of the highest rank where none is free; False: from itself."""
@@ -246,40 +265,55 @@ class Scheduler:
                 self.finish(request, "error", result.error)
                 changed.append(request)
                 continue
-            start, done = work.start, work.start + work.num_tokens
+            drafted, accepted = len(work.draft.token_ids), result.accepted
+            start, done = work.start, work.start + work.num_tokens - drafted + accepted
             if start < request.num_prompt_tokens:
                 self.prompt_tokens += min(done, request.num_prompt_tokens) - start
             if request.num_in_flight:
                 request.num_in_flight -= work.sample
+            ended = None
+            if result.token_id is not None:
+                if request.first_token is None:
+                    request.first_token = time.monotonic()
+                tokens = (*work.draft.token_ids[:accepted], result.token_id)
+                logprobs = (*result.accepted_logprobs, result.logprobs)
+                count, ended = self._end(request, tokens)
+                request.token_ids.extend(tokens[:count])
+                request.logprobs.extend(scores for scores in logprobs[:count] if scores is not None)
+                request.num_drafted += drafted
+                request.num_accepted += min(count, accepted)
+                self.generation_tokens += count
             if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
-                if done > request.num_computed_tokens:
+                if done > request.num_computed_tokens or drafted:  # what was rejected is as if never computed
                     request.num_computed_tokens = done
                 if done // block_size > start // block_size:
-                    self.kv.publish(request, done)
+                    self.kv.publish(request, min(done, len(request.token_ids)))
             if result.num_scored:
                 request.prompt_scores.extend(result.prompt_scores)
                 request.num_scored += result.num_scored
-            token = result.token_id
-            if token is not None:
-                request.token_ids.append(token)
-                self.generation_tokens += 1
-                if result.logprobs is not None:
-                    request.logprobs.append(result.logprobs)
-                if request.first_token is None:
-                    request.first_token = time.monotonic()
-                if token in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
-                    self.finish(request, "stop", token)
-                elif request.matcher is not None and (misfit := request.matcher.accept(token)) is not None:
-                    self.finish(request, "error", f"the output left its form: {misfit}")
-                elif request.matcher is not None and request.matcher.finished:
-                    self.finish(request, "stop")
-                elif len(request.token_ids) >= request.max_num_tokens:
-                    self.finish(request, "length")
+            if ended is not None:
+                self.finish(request, *ended)
+            if result.token_id is not None:
                 changed.append(request)
             elif not request.generate and request.num_computed_tokens == request.num_tokens:
                 self.finish(request, "stop")
                 changed.append(request)
         return changed
+
+    def _end(self, request: Request, tokens: Sequence[int]) -> tuple[int, tuple[str, int | str | None] | None]:
+        """How many of its next tokens a request takes, and why it ends with the last of them, if it does."""
+        have = len(request.token_ids)
+        for count, token in enumerate(tokens, start=1):
+            outputs = have + count - request.num_prompt_tokens
+            if token in request.stop_token_ids and outputs > request.params.min_tokens:
+                return count, ("stop", token)
+            if request.matcher is not None and (misfit := request.matcher.accept(token)) is not None:
+                return count, ("error", f"the output left its form: {misfit}")
+            if request.matcher is not None and request.matcher.finished:
+                return count, ("stop", None)
+            if have + count >= request.max_num_tokens:
+                return count, ("length", None)
+        return len(tokens), None
 
 
 def _remove(requests: list[Request], request: Request) -> None:

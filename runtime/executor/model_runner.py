@@ -14,6 +14,7 @@ from torch import Tensor
 from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
+from qtool.runtime.executor.rejection import SampleRows, Verified, draft_rows, verify
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.dispatch import layer_ops
 from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from qtool.runtime.executor.decode_graphs import DecodeGraphs
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
+_NOTHING = Verified([], [])
 NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
 
 
@@ -49,15 +51,24 @@ class ModelRunner:
 
     Args:
         deterministic: what a request gets does not depend on what else is in a step, see batch_invariant.py; CPU only.
+        sample_rows: how tokens are chosen where not by the likeliest of the raw logits alone.
     """
 
-    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        deterministic: bool = False,
+        sample_rows: SampleRows = sample,
+    ) -> None:
         self.model = model
         self.block_size = block_size
         self.device = model.embed.device
         config = model.config
         self.ops = layer_ops(model.attention_shape, config.hidden_size, block_size, model.dtype, self.device)
-        self._sample_rows = sample
+        self._sample_rows = sample_rows
         if deterministic:
             self.ops = invariant_ops(self.ops)
             self.model = invariant_model(model)
@@ -112,7 +123,7 @@ class ModelRunner:
         if not self.ops.on_device:
             return self._compute(batch)
         with torch.cuda.device(self.device):
-            plain = all(w.request.may_run_ahead and not w.padding for w in batch)
+            plain = all(w.request.may_run_ahead and not w.padding and not w.draft.token_ids for w in batch)
             decodes = all(w.num_tokens == 1 and w.sample and not _scored_span(w) for w in batch)
             if decodes and self.graphs is not None and self.graphs.fits(len(batch)):
                 logits = self._replay(batch)
@@ -147,6 +158,7 @@ class ModelRunner:
         for work in works:
             end = work.start + work.num_tokens
             known = work.request.token_ids[work.start : end]
+            known += work.draft.token_ids
             tokens += known
             sources += [-1] * len(known)
             if len(known) < work.num_tokens:
@@ -225,11 +237,21 @@ class ModelRunner:
         sampled = self._sample(hidden, works, first_rows)
         scored = self._score(hidden, works, first_rows)
         for index, work, first, scores in zip(order, works, first_rows, scored):
-            token, logprobs = sampled.get(first, (None, None))
-            if any(failed[first : first + work.num_tokens]) or token == NO_TOKEN or not all(map(_is_finite, scores)):
+            tokens, logprobs = sampled.get(first, _NOTHING)
+            failure = any(failed[first : first + work.num_tokens]) or not all(map(_is_finite, scores))
+            if failure or NO_TOKEN in tokens:
                 results[index] = self._failure()
+            elif not tokens:
+                results[index] = StepResult(None, None, scores, len(_scored_span(work)))
             else:
-                results[index] = StepResult(token, logprobs, scores, len(_scored_span(work)))
+                results[index] = StepResult(
+                    tokens[-1],
+                    logprobs[-1],
+                    scores,
+                    len(_scored_span(work)),
+                    accepted=len(tokens) - 1,
+                    accepted_logprobs=tuple(logprobs[:-1]),
+                )
         return results
 
     def _sampled_results(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> list[StepResult]:
@@ -239,14 +261,17 @@ class ModelRunner:
 
     def _sample(
         self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]
-    ) -> dict[int, tuple[int, TokenLogprobs | None]]:
-        """First row of a piece of work → its next token, for those that are due one. Padding is computed as well."""
+    ) -> dict[int, Verified]:
+        """First row of a piece of work → its next tokens, for those that are due one. Padding is computed as well."""
         due = [(w, f) for w, f in zip(works, first_rows) if w.sample or w.padding]
         if not due:
             return {}
-        logits = self._logits(hidden, [f + w.num_tokens - 1 for w, f in due])
-        tokens, logprobs = self._sample_rows(logits, _sampling_rows([w for w, _ in due]))
-        return {f: (t, p) for (w, f), t, p in zip(due, tokens, logprobs) if w.sample}
+        drafts = [w.draft for w, _ in due]
+        ends = [f + w.num_tokens for w, f in due]
+        logits = self._logits(hidden, [at for e, d in zip(ends, drafts) for at in range(e - 1 - len(d.token_ids), e)])
+        each = zip(_sampling_rows([w for w, _ in due]), drafts)
+        rows = [row for own, draft in each for row in draft_rows(own, draft.token_ids)]
+        return {f: v for (w, f), v in zip(due, verify(logits, rows, drafts, self._sample_rows)) if w.sample}
 
     def _score(
         self, hidden: Tensor, works: Sequence[ScheduledRequest], first_rows: Sequence[int]

@@ -7,7 +7,7 @@ top-p (as in vLLM, which has no typical-p). Log-probabilities are of the raw dis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,10 @@ CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at al
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of logits to sample from: the request's parameters, its tokens so far, its random stream, its form."""
+    """One row of logits to sample from: the request's parameters, its tokens so far, its random stream, its form.
+
+    `drafts`: the last of its tokens, not yet the request's own; the matcher does not know them.
+    """
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -33,10 +36,15 @@ class SamplingRow:
     seed: int
     bad_words: tuple[tuple[int, ...], ...] = ()
     matcher: TokenMatcher | None = None
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def after(self, tokens: Sequence[int]) -> SamplingRow:
+        """The row for the token after these, should they come next."""
+        return replace(self, token_ids=[*self.token_ids, *tokens], drafts=tuple(tokens))
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -60,7 +68,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
 
     A row without a likeliest token (NaN or infinity in its logits) gives NO_TOKEN.
     """
-    adjusted = _ban(_steer(_penalize(logits, rows), rows), rows)
+    adjusted = _adjust(logits, rows)
     if all(r.params.greedy for r in rows):
         chosen = adjusted.argmax(dim=-1)
     else:
@@ -76,6 +84,19 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list
     return torch.where(logits.amax(dim=-1).isfinite(), chosen, NO_TOKEN).tolist(), logprobs
 
 
+def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What `sample` draws each row's token from: probabilities [rows, vocab_size] float32. No row may be greedy."""
+    scaled = _scale(_adjust(logits, rows), rows)
+    probs = scaled.softmax(dim=-1)
+    index = [i for i, r in enumerate(rows) if _has_filter(r.params)]
+    if index:
+        where = torch.tensor(index, device=logits.device)
+        kept, ids = _filter(scaled[where], [rows[i] for i in index])
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+        probs[where] = torch.zeros_like(scaled[where]).scatter_(1, ids, kept)
+    return probs
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
     """Log-softmax of `logits` [rows, vocab_size] at `tokens` [rows], and of the `tops[i]` likeliest tokens of row i."""
     norm = logits.logsumexp(dim=-1, keepdim=True)
@@ -89,6 +110,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[
         TokenLogprobs(token, value, rank, dict(zip(name[:top], score[:top])))
         for token, value, rank, name, score, top in zip(tokens.tolist(), values, ranks, names, scores, tops)
     ]
+
+
+def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Penalties, bias, allowed tokens and bans."""
+    return _ban(_steer(_penalize(logits, rows), rows), rows)
 
 
 def _column(rows: Sequence[SamplingRow], pick: Callable[[SamplingParams], float], like: Tensor) -> Tensor:
@@ -140,7 +166,9 @@ def _steer(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         logits = logits.masked_fill(~mask, float("-inf"))
     formed = [(i, r.matcher) for i, r in enumerate(rows) if r.matcher is not None]
     if formed:
-        masks = token_masks([(matcher, ()) for _, matcher in formed])
+        # rows that follow one another in a draft share a matcher, the last of them has all of the draft
+        longest = {id(matcher): (matcher, rows[i].drafts) for i, matcher in formed}
+        masks = token_masks(list(longest.values()))
         logits = apply_masks(logits, [i for i, _ in formed], masks)
     return logits
 
@@ -165,20 +193,26 @@ def _banned(row: SamplingRow) -> list[int]:
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sampled tokens [rows, 1] (greedy rows get one too; the caller drops it)."""
-    temperature = _column(rows, lambda p: float(p.temperature) if not p.greedy else 1.0, logits)
-    scaled = logits / _dynamic_temperature(logits, temperature, rows)
+    scaled = _scale(logits, rows)
     draws = uniforms([r.seed for r in rows], [len(r.token_ids) for r in rows])
     u = torch.from_numpy(draws).to(logits.device, torch.float32)[:, None]
     filtered = [not r.params.greedy and _has_filter(r.params) for r in rows]
     if not any(filtered):
-        return _invert(scaled.softmax(dim=-1), u)
+        return invert(scaled.softmax(dim=-1), u)
     out = torch.empty(len(rows), 1, dtype=torch.long, device=logits.device)
     plain = torch.tensor([i for i, f in enumerate(filtered) if not f], dtype=torch.long, device=logits.device)
     if plain.numel():
-        out[plain] = _invert(scaled[plain].softmax(dim=-1), u[plain])
+        out[plain] = invert(scaled[plain].softmax(dim=-1), u[plain])
     index = torch.tensor([i for i, f in enumerate(filtered) if f], dtype=torch.long, device=logits.device)
-    out[index] = _draw_filtered(scaled[index], [r for r, f in zip(rows, filtered) if f], u[index])
+    kept, ids = _filter(scaled[index], [r for r, f in zip(rows, filtered) if f])
+    out[index] = ids.gather(1, invert(kept, u[index]))
     return out
+
+
+def _scale(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits over each row's temperature; greedy rows as they are."""
+    temperature = _column(rows, lambda p: float(p.temperature) if not p.greedy else 1.0, logits)
+    return logits / _dynamic_temperature(logits, temperature, rows)
 
 
 def _has_filter(params: SamplingParams) -> bool:
@@ -215,7 +249,8 @@ def _typical(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return scaled.masked_fill(~kept & (mass < 1), float("-inf"))
 
 
-def _draw_filtered(scaled: Tensor, rows: Sequence[SamplingRow], u: Tensor) -> Tensor:
+def _filter(scaled: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+    """Weights [rows, width] of the tokens that the filters leave (0: none), likeliest first, and their ids."""
     if any(r.params.typical_p < 1 for r in rows):
         scaled = _typical(scaled, rows)
     vocab = scaled.shape[1]
@@ -236,11 +271,10 @@ def _draw_filtered(scaled: Tensor, rows: Sequence[SamplingRow], u: Tensor) -> Te
         ends = (top_k == vocab) & (min_p == 0) & (before[:, -1:] >= top_p)
         if width == vocab or bool((complete | ends).all()):
             break
-    kept = kept * (before < top_p * total)
-    return ids.gather(1, _invert(kept, u))
+    return kept * (before < top_p * total), ids
 
 
-def _invert(weights: Tensor, u: Tensor) -> Tensor:
+def invert(weights: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF sampling: the index [rows, 1] where the running sum of `weights` passes u times their total."""
     running = weights.cumsum(dim=-1)
     at = torch.searchsorted(running, u * running[:, -1:], right=True)

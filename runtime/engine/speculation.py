@@ -27,7 +27,7 @@ PRIOR = 0.6  # acceptance, before any was seen
 MEMORY = 0.9  # of a request's acceptance, for each draft looked at
 ENGINE_MEMORY = 0.98
 RELAX = 0.02  # how far each new request lets the engine's acceptance go back to the prior
-FIRST_PAUSE = 16  # tokens, doubled each time that a trial after a pause fails
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens; doubled each time that a trial after a pause fails
 REFRESH = 50  # steps with drafts between two without, so that these stay measured
 LENGTH = 64.0  # tokens of an output, before any has ended
 
@@ -196,7 +196,8 @@ class Speculator:
             return {}
         each = plain / batch
         wanted = {r: k for r in requests if (k := self._count(r, cost, each))}
-        return wanted if wanted and self._pays(wanted, batch) else {}
+        sure = {r: k for r, k in wanted.items() if not self._paces[r].trial}
+        return wanted if not sure or self._pays(sure, batch) else {r: k for r, k in wanted.items() if r not in sure}
 
     def _count(self, request: Request, cost: float, each: float) -> int:
         """K of one request; `each` is what a token costs without drafts."""
@@ -230,7 +231,7 @@ class Speculator:
     @staticmethod
     def _sit_out(request: Request, pace: _Pace) -> None:
         pace.resume_at = request.num_tokens + pace.pause
-        pace.pause *= 2
+        pace.pause = min(2 * pace.pause, LONGEST_PAUSE)
         pace.trial = True
         pace.count = 1
 

@@ -14,6 +14,7 @@ from qtool.cli import bench_decode, bench_kernels
 from qtool.cli.common import Device, Json, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
+    DraftModel,
     Dtype,
     GpuMemoryUtilization,
     KVCacheDtype,
@@ -21,6 +22,8 @@ from qtool.cli.engine_options import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    NumSpeculativeTokens,
+    Speculative,
     engine_args,
 )
 from qtool.quant.errors import QtoolError
@@ -80,6 +83,9 @@ def command(
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
+    speculative: Speculative = None,
+    draft_model: DraftModel = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     quiet: Quiet = False,
     json_result: Json = False,
 ) -> None:
@@ -94,6 +100,8 @@ def command(
     """
     levels = _levels(concurrency or ("16" if compare_static else "1,4,16"))
     _check(model, url, num_requests, input_len, request_rate, trace, trace_speed, compare_static, concurrency)
+    if compare_static and speculative is not None:
+        raise QtoolError("--compare-static is without speculation: leave out --speculative")
     arguments = engine_args(
         dtype=dtype,
         device=device,
@@ -104,6 +112,9 @@ def command(
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
+        speculative=speculative,
+        draft_model=draft_model,
+        num_speculative_tokens=num_speculative_tokens,
     )
     from qtool.runtime.bench import mixed_workload, read_trace
 

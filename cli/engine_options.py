@@ -9,6 +9,7 @@ import typer
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.policy import POLICIES
+from qtool.runtime.engine.speculation import METHODS, MOST, speculation_config
 
 Dtype = Annotated[str, typer.Option("--dtype", help="Activations: auto, float32, bfloat16 or float16.")]
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests in one step.")]
@@ -54,6 +55,26 @@ Deterministic = Annotated[
         "--deterministic", help="The same tokens alone or among others, cached or not. On a CPU alone; slower."
     ),
 ]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative",
+        metavar="|".join(METHODS),
+        help="Propose tokens and verify several in one step: copied from the text, by a smaller model, or by the "
+        "model's own INT4 artifact. The output stays as it is.",
+    ),
+]
+DraftModel = Annotated[
+    str | None, typer.Option("--draft-model", metavar="MODEL", help="What proposes, for --speculative draft or self.")
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        help=f"Tokens to propose where it pays, 1 to {MOST}. Default: by how many are accepted.",
+        show_default=False,
+    ),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -87,6 +108,12 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
         raise QtoolError(f"--kv-cache-dtype must be auto, int8 or float, got {kv_cache_dtype!r}")
 
 
+def _as_options(message: str) -> str:
+    """An engine's message with its arguments named as options."""
+    names = r"\b(num_speculative_tokens|draft_model|speculative)\b"
+    return re.sub(names, lambda found: "--" + found[1].replace("_", "-"), message)
+
+
 def engine_args(
     *,
     dtype: str,
@@ -100,6 +127,9 @@ def engine_args(
     scheduling_policy: str = "fcfs",
     deterministic: bool = False,
     gpu_memory_utilization: float | None = None,
+    speculative: str | None = None,
+    draft_model: str | None = None,
+    num_speculative_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
@@ -123,6 +153,10 @@ def engine_args(
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise QtoolError(f"--gpu-memory-utilization must be in (0, 1], got {gpu_memory_utilization}")
     check_kv_cache_dtype(kv_cache_dtype)
+    try:
+        speculation_config(speculative, draft_model, num_speculative_tokens)
+    except QtoolError as error:
+        raise QtoolError(_as_options(str(error))) from None
     return {
         "dtype": dtype,
         "device": device,
@@ -133,6 +167,9 @@ def engine_args(
         "block_size": block_size,
         "scheduling_policy": scheduling_policy,
         "deterministic": deterministic,
+        "speculative": speculative,
+        "draft_model": draft_model,
+        "num_speculative_tokens": num_speculative_tokens,
         "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

@@ -12,6 +12,7 @@ from qtool.cli.common import Device, Model, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
     Deterministic,
+    DraftModel,
     Dtype,
     GpuMemoryUtilization,
     KVCacheDtype,
@@ -19,7 +20,9 @@ from qtool.cli.engine_options import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    NumSpeculativeTokens,
     SchedulingPolicy,
+    Speculative,
     engine_args,
 )
 from qtool.quant.errors import QtoolError
@@ -45,6 +48,9 @@ def command(
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = 16,
+    speculative: Speculative = None,
+    draft_model: DraftModel = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     deterministic: Deterministic = False,
     drain_s: Annotated[
@@ -72,6 +78,9 @@ def command(
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
+        speculative=speculative,
+        draft_model=draft_model,
+        num_speculative_tokens=num_speculative_tokens,
         scheduling_policy=scheduling_policy,
         deterministic=deterministic,
     )

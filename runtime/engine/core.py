@@ -175,7 +175,9 @@ class EngineCore:
             changed = self.scheduler.update(scheduled, results)
             if self._speculator is not None:
                 now = time.perf_counter()
-                self._speculator.observe(scheduled, results, now - max(step.began, self._entered), proposed=step.proposed)
+                self._speculator.observe(
+                    scheduled, results, now - max(step.began, self._entered), proposed=step.proposed
+                )
                 self._entered = now
         for request in changed:
             if request.status is Status.FINISHED:

@@ -2,8 +2,8 @@
 
 A step with drafts computes 1 + K tokens of a request instead of one and yields 1 to 1 + K of them (Leviathan et al.
 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). K follows the acceptance: one more above 80 %, one less
-below 50 %. The j-th draft is accepted with probability α^j, which must be worth its cost; so with a large batch, where a
-token more costs as much as a token, nothing is proposed. No torch here.
+below 50 %. The j-th draft is accepted with probability α^j, which must be worth its cost; so with a large batch, where
+a token more costs as much as a token, nothing is proposed. No torch here.
 """
 
 from __future__ import annotations
@@ -257,11 +257,12 @@ class Speculator:
         if not wanted:
             return None
         try:
-            drafts = {r: d for r, d in self.proposer.propose(wanted).items() if d.token_ids}
+            found = {r: _in_form(r, d) for r, d in self.proposer.propose(wanted).items()}
         except Exception:
             log.exception("proposing tokens failed; the engine goes on without speculation")
             self._broken = True
             return None
+        drafts = {r: d for r, d in found.items() if d.token_ids}
         asked, got = sum(wanted.values()), sum(len(d.token_ids) for d in drafts.values())
         self._found += 0.1 * (got / asked - self._found)
         return drafts
@@ -323,12 +324,18 @@ class Speculator:
         self.proposer.forget(request)
 
 
+def _in_form(request: Request, draft: Draft) -> Draft:
+    """A draft up to the first token that the output's form forbids. Not where it was drawn: what is drawn must be
+    verified, or the next token's distribution would depend on it."""
+    if request.matcher is None or draft.probs is not None:
+        return draft
+    return Draft(draft.token_ids[: request.matcher.count_permitted(draft.token_ids)])
+
+
 def _bucket(batch: int) -> int:
     return (batch - 1).bit_length()
 
 
 def decoding(requests: Iterable[Request]) -> list[Request]:
     """Those whose next step is a decode of one token that the host knows."""
-    return [
-        r for r in requests if r.generate and not r.num_in_flight and len(r.token_ids) - r.num_computed_tokens == 1
-    ]
+    return [r for r in requests if r.generate and not r.num_in_flight and len(r.token_ids) - r.num_computed_tokens == 1]

@@ -37,7 +37,6 @@ class DraftModel:
         num_blocks, block_size: of its own KV cache.
         vocab_size: of the target model.
         max_model_len: longest text that both models can take.
-        deterministic: as the target's runner.
         coupled: draft with the random numbers that the target will use, as for requests with a seed.
     """
 
@@ -82,13 +81,14 @@ class DraftModel:
             count = min(count, self._max_model_len - twin.num_tokens)
             if count > 0 and self.kv.grow(twin, twin.num_tokens + count - 1):
                 counts[twin], twins[request] = count, twin
+                twin.matcher = None if request.matcher is None else request.matcher.fork()
         began = time.perf_counter()
         caught_up = self._catch_up(list(counts))
         self.setup_seconds = time.perf_counter() - began if caught_up else 0.0
         lengths = {twin: twin.num_tokens for twin in counts}
         probs: dict[Request, list[Tensor]] = {twin: [] for twin in counts}
         for step in range(max(counts.values(), default=0)):
-            self._step([twin for twin, count in counts.items() if count > step], probs)
+            self._step([twin for twin, count in counts.items() if count > step and not _complete(twin)], probs)
         out = {}
         for request, twin in twins.items():
             tokens = tuple(twin.token_ids[lengths[twin] :])
@@ -115,7 +115,9 @@ class DraftModel:
             self._confirmed[twin] = len(twin.token_ids)
             return twin
         kept = self._confirmed[twin]
-        while kept < min(len(twin.token_ids), len(request.token_ids)) and twin.token_ids[kept] == request.token_ids[kept]:
+        while (
+            kept < min(len(twin.token_ids), len(request.token_ids)) and twin.token_ids[kept] == request.token_ids[kept]
+        ):
             kept += 1
         del twin.token_ids[kept:]
         twin.token_ids += request.token_ids[kept:]
@@ -148,6 +150,8 @@ class DraftModel:
             ScheduledRequest(t, t.num_computed_tokens, t.num_tokens - t.num_computed_tokens, t.block_table, True)
             for t in twins
         ]
+        if not works:
+            return
         self._probs.clear()
         for work, result in zip(works, self.runner.collect(self.runner.submit(works))):
             if result.error is not None or result.token_id is None:
@@ -157,20 +161,28 @@ class DraftModel:
                 probs[twin].append(self._probs[id(twin.token_ids)])
             twin.num_computed_tokens = twin.num_tokens
             twin.token_ids.append(result.token_id)
+            if twin.matcher is not None:
+                twin.matcher.accept(result.token_id)
 
-    def _sample_rows(
-        self, logits: Tensor, rows: Sequence[SamplingRow]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample_rows(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The runner's sampler: as `sample` where the target will make the same choice, else drawn and kept."""
         if logits.shape[1] != self._vocab_size:  # ids beyond the tokenizer's: padding of either model
             missing = self._vocab_size - logits.shape[1]
             logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         free = [i for i, r in enumerate(rows) if not (r.params.greedy or self._coupled or r.params.seed is not None)]
-        tokens, logprobs = sample(logits, rows) if len(free) < len(rows) else ([0] * len(rows), [None] * len(rows))
+        tokens: list[int] = [0] * len(rows)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if len(free) < len(rows):
+            tokens, logprobs = sample(logits, rows)
         if free:
             where = torch.tensor(free, device=logits.device)
             ids, probs = draw(logits[where], [rows[i] for i in free])
-            for i, token, own in zip(free, ids.tolist(), probs.split(1)):
+            for at, (i, token) in enumerate(zip(free, ids.tolist())):
                 tokens[i] = token
-                self._probs[id(rows[i].token_ids)] = own
+                self._probs[id(rows[i].token_ids)] = probs[at : at + 1]
         return tokens, logprobs
+
+
+def _complete(twin: Request) -> bool:
+    """Nothing can follow: its output has its form."""
+    return twin.matcher is not None and twin.matcher.finished

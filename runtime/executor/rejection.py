@@ -1,7 +1,7 @@
 """Which of the proposed tokens stand: exact speculative sampling, so that the output is distributed as without it.
 
-A draft that was drawn from a distribution q is accepted with probability min(1, p / q), and where it is refused the token
-comes from max(0, p - q) instead; after the last draft one more token comes from p (Leviathan et al. 2023, arXiv
+A draft that was drawn from a distribution q is accepted with probability min(1, p / q), and where it is refused the
+token comes from max(0, p - q) instead; after the last draft one more token comes from p (Leviathan et al. 2023, arXiv
 2211.17192, Algorithm 1; Chen et al. 2023, arXiv 2302.01318, Algorithm 2). p and q are what `sample` draws from: after
 penalties, bans, temperature and filters.
 
@@ -36,7 +36,7 @@ class Verified(NamedTuple):
 
 
 def draft_rows(row: SamplingRow, tokens: Sequence[int]) -> list[SamplingRow]:
-    """The row itself, and the rows after each of the draft's tokens. They stay together: see sampler._steer."""
+    """The row itself, and the rows after each of the draft's tokens."""
     return [row, *(row.after(tokens[: i + 1]) for i in range(len(tokens)))]
 
 

@@ -164,13 +164,21 @@ def _steer(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         free = torch.tensor([r.params.allowed_token_ids is None for r in rows], device=logits.device)
         mask = free[:, None].expand(logits.shape).index_put((row, token), torch.ones_like(row, dtype=torch.bool))
         logits = logits.masked_fill(~mask, float("-inf"))
-    formed = [(i, r.matcher) for i, r in enumerate(rows) if r.matcher is not None]
+    formed = [i for i, r in enumerate(rows) if r.matcher is not None]
     if formed:
-        # rows that follow one another in a draft share a matcher, the last of them has all of the draft
-        longest = {id(matcher): (matcher, rows[i].drafts) for i, matcher in formed}
-        masks = token_masks(list(longest.values()))
-        logits = apply_masks(logits, [i for i, _ in formed], masks)
+        logits = apply_masks(logits, formed, _form_masks([rows[i] for i in formed]))
     return logits
+
+
+def _form_masks(rows: Sequence[SamplingRow]) -> np.ndarray:
+    """token_masks of each row, which has a matcher; rows of one draft share theirs."""
+    longest: dict[int, SamplingRow] = {}
+    for row in rows:
+        if id(row.matcher) not in longest or len(row.drafts) > len(longest[id(row.matcher)].drafts):
+            longest[id(row.matcher)] = row
+    first = dict(zip(longest, np.cumsum([0, *(1 + len(r.drafts) for r in longest.values())]).tolist()))
+    masks = token_masks([(r.matcher, r.drafts) for r in longest.values() if r.matcher is not None])
+    return masks[[first[id(r.matcher)] + len(r.drafts) for r in rows]]
 
 
 def _ban(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -17,6 +17,7 @@ from qtool.runtime.server.schemas import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
@@ -40,16 +41,21 @@ class Answer(Protocol):
 
 def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
     """The tokens of all prompts of one body; a prompt counts once, however many outputs it has."""
-    prompt = output_tokens = cached = 0
+    prompt = output_tokens = cached = drafted = accepted = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         cached += output.metrics.num_cached_tokens
+        drafted += output.metrics.num_drafted_tokens
+        accepted += output.metrics.num_accepted_tokens
         output_tokens += sum(len(choice.token_ids) for choice in output.outputs)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=output_tokens,
         total_tokens=prompt + output_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+        ),
     )
 
 

@@ -58,6 +58,9 @@ class Metrics:
         self.preemptions = counter("num_preemptions", "Times that a running request was put back into the queue.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.drafts = counter("spec_decode_num_drafts", "Times that tokens were proposed for a request.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens proposed.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Tokens proposed and accepted.")
         finished = Counter(
             prefix + "request_success",
             "Requests that ended, by reason.",
@@ -88,6 +91,9 @@ class Metrics:
         self.preemptions.inc(self._totals.num_preemptions - last.num_preemptions)
         self.prefix_queries.inc(self._totals.prefix_cache_queries - last.prefix_cache_queries)
         self.prefix_hits.inc(self._totals.prefix_cache_hits - last.prefix_cache_hits)
+        self.drafts.inc(self._totals.num_drafts - last.num_drafts)
+        self.draft_tokens.inc(self._totals.num_draft_tokens - last.num_draft_tokens)
+        self.accepted_tokens.inc(self._totals.num_accepted_tokens - last.num_accepted_tokens)
         sampled = sum(self._count(output, report.time) for output in report.outputs)
         if sampled:
             self.iteration.observe(sampled)

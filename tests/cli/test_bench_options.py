@@ -55,9 +55,30 @@ def test_engine_args_name_the_option() -> None:
         ("block_size", 0),
         ("dtype", "int3"),
         ("kv_cache_dtype", "fp8"),
+        ("speculative", "guess"),
+        ("draft_model", "m"),
+        ("num_speculative_tokens", 2),
     ):
         with pytest.raises(QtoolError, match="--" + name.replace("_", "-")):
             engine_args(**(good | {name: value}))  # type: ignore[arg-type]
+
+
+def test_speculation_is_checked_with_its_options() -> None:
+    good = {
+        "dtype": "auto",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+        "max_model_len": None,
+        "kv_cache_memory": None,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "speculative": "draft",
+    }
+    with pytest.raises(QtoolError, match="--speculative draft needs --draft-model"):
+        engine_args(**good)  # type: ignore[arg-type]
+    found = engine_args(**(good | {"draft_model": "m", "num_speculative_tokens": 3}))  # type: ignore[arg-type]
+    assert (found["speculative"], found["draft_model"], found["num_speculative_tokens"]) == ("draft", "m", 3)
 
 
 def test_bench_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
@@ -65,6 +86,7 @@ def test_bench_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
         ({}, "MODEL"),
         ({"model": "m", "url": "u"}, "either"),
         ({"url": "u", "compare_static": True}, "--compare-static"),
+        ({"model": "m", "compare_static": True, "speculative": "prompt-lookup"}, "--speculative"),
         ({"model": "m", "concurrency": "1,x"}, "--concurrency"),
         ({"model": "m", "concurrency": "0"}, "--concurrency"),
         ({"model": "m", "num_requests": 0}, "--num-requests"),

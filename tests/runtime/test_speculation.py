@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from array import array
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +92,10 @@ class FakeExecutor:
             context = [self.slots[work.block_table[p // BLOCK] * BLOCK + p % BLOCK] for p in range(len(known))]
             count = len(known) - len(work.draft.token_ids)
             accepted = 0
-            while accepted < len(work.draft.token_ids) and next_token(context[: count + accepted]) == known[count + accepted]:
+            while (
+                accepted < len(work.draft.token_ids)
+                and next_token(context[: count + accepted]) == known[count + accepted]
+            ):
                 accepted += 1
             token = self.last[work.request] = next_token(context[: count + accepted])
             results.append(StepResult(token, accepted=accepted, accepted_logprobs=(None,) * accepted))
@@ -134,7 +137,7 @@ def test_every_request_ends_right_under_random_traffic(
     alive: dict[str, Request] = {}
     for step in range(2000):
         if step < 60 and rng.random() < 0.4:
-            prompt = (shared[: rng.randrange(1, 40)] + [rng.randrange(50)])[: room - 1]
+            prompt = [*shared[: rng.randrange(1, 40)], rng.randrange(50)][: room - 1]
             # with penalties no step runs ahead, so that drafts are always due
             params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0, presence_penalty=rng.choice([0, 1]))
             request = Request(f"r{step}", prompt, params, stop_token_ids=frozenset(rng.sample(range(50), 2)))
@@ -202,8 +205,9 @@ def verified(speculator: Speculator, requests: Sequence[Request], accepted: Mapp
         works.append(ScheduledRequest(request, request.num_tokens - 1, 1 + count, [], True, False, draft))
         results.append(StepResult(1, accepted=right))
         request.token_ids += [1] * (1 + right)
-    speculator.observe(works, results, speculator._predict(
-        len(requests), len(wanted), max(wanted.values(), default=0), sum(wanted.values())), proposed=bool(wanted))  # fmt: skip
+    counts = wanted.values()
+    seconds = speculator._predict(len(requests), len(wanted), max(counts, default=0), sum(counts))
+    speculator.observe(works, results, seconds, proposed=bool(wanted))
     return wanted.get(requests[0], 0)
 
 

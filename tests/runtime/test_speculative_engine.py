@@ -10,7 +10,7 @@ import pytest
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime import drafting
-from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
 from qtool.runtime.engine.speculation import Speculator, StepCosts
 from qtool.runtime.executor.model_runner import kv_block_bytes
 from qtool.runtime.llm import LLM
@@ -94,9 +94,7 @@ def test_the_same_tokens_as_without(target: Path, draft: Path, method: str, ask:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_same_tokens_under_other_settings(
-    target: Path, draft: Path, method: str, changes: dict[str, Any]
-) -> None:
+def test_the_same_tokens_under_other_settings(target: Path, draft: Path, method: str, changes: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     assert outputs(make(target, draft, method, **changes), params) == outputs(plain(target, **changes), params)
 
@@ -147,7 +145,10 @@ def test_stop_strings_end_the_text_and_the_tokens(target: Path, draft: Path, met
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_those_of_a_run_without(target: Path, draft: Path, method: str) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=1)
-    want, got = plain(target).generate([REPEATING], params)[0], make(target, draft, method).generate([REPEATING], params)[0]
+    want, got = (
+        plain(target).generate([REPEATING], params)[0],
+        make(target, draft, method).generate([REPEATING], params)[0],
+    )
     assert got.outputs[0].logprobs is not None
     assert want.outputs[0].logprobs is not None
     for a, b in zip(got.outputs[0].logprobs, want.outputs[0].logprobs, strict=True):
@@ -214,3 +215,28 @@ def test_a_draft_model_of_another_tokenizer_is_refused(target: Path, draft: Path
     file.write_text(file.read_text().replace('"<eos>"', '"<end>"'))
     with pytest.raises(QtoolError, match="another tokenizer"):
         LLM(target, speculative="draft", draft_model=str(other))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ask", ["greedy", "seed"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_same_tokens_in_a_form(target: Path, draft: Path, method: str, ask: str, deterministic: bool) -> None:
+    pytest.importorskip("llguidance")
+    form = StructuredOutputsParams(regex="(one two three, |four five six, ){2,4}!")
+    params = SamplingParams(max_tokens=80, temperature=0.0 if ask == "greedy" else 1.0, seed=7, structured_outputs=form)
+    speculating = make(target, draft, method, deterministic=deterministic)
+    found = outputs(speculating, params)
+    assert found == outputs(plain(target, deterministic=deterministic), params)
+    assert all(text.endswith("!") for output in found for _, text, _, _ in output)
+    assert speculating.engine.stats().num_accepted_tokens > 0
+
+
+def test_drawn_drafts_in_a_form_keep_to_it(target: Path) -> None:
+    pytest.importorskip("llguidance")
+    form = StructuredOutputsParams(regex="[ab]{30}")
+    llm = make(target, None, "self")
+    params = SamplingParams(max_tokens=60, temperature=1.0, structured_outputs=form, n=4)
+    for output in llm.generate(PROMPTS, params):
+        for part in output.outputs:
+            assert len(part.text) == 30
+            assert set(part.text) <= {"a", "b"}

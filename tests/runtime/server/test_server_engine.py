@@ -21,6 +21,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from qtool.runtime import drafting
+from qtool.runtime.engine.speculation import Speculator, StepCosts
 from qtool.runtime.llm_engine import LLMEngine
 
 
@@ -158,6 +160,38 @@ def test_streams_equal_wholes_with_n_seed_and_stop(client: openai.OpenAI) -> Non
         assert reasons == [[choice.finish_reason] for choice in whole.choices]
         assert len(set(texts)) > 1
         assert not any("e" in text for text in texts)
+
+
+def test_speculation_is_counted_for_each_request_and_in_all(
+    tiny_folder: Path, client: openai.OpenAI, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "measure_step_costs", lambda *a, **k: StepCosts((1,), (1.0,), (0.0,), (0.0,)))
+    monkeypatch.setattr(Speculator, "_pays", lambda *a: True)
+    engine = LLMEngine(
+        tiny_folder, dtype="float32", device="cpu", max_num_seqs=8, kv_cache_memory=1 << 24,
+        speculative="prompt-lookup",
+    )  # fmt: skip
+    with serve(engine) as url:
+        own = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        totals = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+        for prompt in ([5, 6, 7, 8] * 6, [9, 10, 11] * 8):
+            arguments: dict[str, Any] = {"model": "tiny", "prompt": [prompt], "max_tokens": 40, "temperature": 0}
+            answer = own.completions.create(**arguments)
+            assert answer.choices[0].text == client.completions.create(**arguments).choices[0].text
+            assert answer.usage is not None
+            details = answer.usage.completion_tokens_details
+            assert details is not None
+            assert details.accepted_prediction_tokens is not None
+            assert details.rejected_prediction_tokens is not None
+            assert 0 <= details.accepted_prediction_tokens < answer.usage.completion_tokens
+            totals["num_accepted_tokens"] += details.accepted_prediction_tokens
+            totals["num_draft_tokens"] += details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        text = httpx.get(f"{url}/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        for name in ("num_draft_tokens", "num_accepted_tokens"):
+            found = [float(v) for k, v in lines.items() if k.startswith(f"qtool_spec_decode_{name}_total")]
+            assert found == [totals[name]]
+        assert totals["num_draft_tokens"] > 0
 
 
 def test_many_at_once_answer_as_alone(client: openai.OpenAI) -> None:

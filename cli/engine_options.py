@@ -10,6 +10,7 @@ import typer
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.policy import POLICIES
 from qtool.runtime.engine.speculation import METHODS, MOST, speculation_config
+from qtool.runtime.engine.swap import MODES
 
 Dtype = Annotated[str, typer.Option("--dtype", help="Activations: auto, float32, bfloat16 or float16.")]
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests in one step.")]
@@ -75,6 +76,18 @@ NumSpeculativeTokens = Annotated[
         show_default=False,
     ),
 ]
+SwapSpace = Annotated[
+    str | None,
+    typer.Option(
+        "--swap-space",
+        metavar="SIZE",
+        help="Host memory for requests that make room for others, such as 4GiB; 0: none. Default: 4GiB on a GPU.",
+    ),
+]
+PreemptionMode = Annotated[
+    str,
+    typer.Option("--preemption-mode", help="How requests make room: recompute, swap, or auto (what costs less)."),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the KV cache.")]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -130,6 +143,8 @@ def engine_args(
     speculative: str | None = None,
     draft_model: str | None = None,
     num_speculative_tokens: int | None = None,
+    swap_space: str | None = None,
+    preemption_mode: str = "auto",
 ) -> dict[str, Any]:
     """The engine's keyword arguments, checked before a model is loaded.
 
@@ -152,6 +167,8 @@ def engine_args(
         raise QtoolError(f"--scheduling-policy must be {', '.join(POLICIES)}, got {scheduling_policy!r}")
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise QtoolError(f"--gpu-memory-utilization must be in (0, 1], got {gpu_memory_utilization}")
+    if preemption_mode not in MODES:
+        raise QtoolError(f"--preemption-mode must be {', '.join(MODES)}, got {preemption_mode!r}")
     check_kv_cache_dtype(kv_cache_dtype)
     try:
         speculation_config(speculative, draft_model, num_speculative_tokens)
@@ -171,5 +188,7 @@ def engine_args(
         "draft_model": draft_model,
         "num_speculative_tokens": num_speculative_tokens,
         "kv_cache_dtype": kv_cache_dtype,
+        "preemption_mode": preemption_mode,
+        "swap_space": None if swap_space is None else 0 if swap_space == "0" else parse_bytes(swap_space),
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
     }

@@ -21,8 +21,10 @@ from qtool.cli.engine_options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     NumSpeculativeTokens,
+    PreemptionMode,
     SchedulingPolicy,
     Speculative,
+    SwapSpace,
     engine_args,
 )
 from qtool.quant.errors import QtoolError
@@ -47,6 +49,8 @@ def command(
     gpu_memory_utilization: GpuMemoryUtilization = None,
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    swap_space: SwapSpace = None,
+    preemption_mode: PreemptionMode = "auto",
     block_size: BlockSize = 16,
     speculative: Speculative = None,
     draft_model: DraftModel = None,
@@ -75,6 +79,8 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        swap_space=swap_space,
+        preemption_mode=preemption_mode,
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,

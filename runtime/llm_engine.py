@@ -29,6 +29,7 @@ from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, Reques
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.engine.speculation import speculation_config
+from qtool.runtime.engine.swap import MODES, PreemptionMode, SwapSpace
 from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
@@ -69,6 +70,10 @@ class LLMEngine:
         max_num_seqs, max_num_batched_tokens: limits of a step, see SchedulerConfig.
         max_model_len: longest prompt and output together. "auto" or None: what the model was made for, less where the
             cache holds less (said in the log).
+        swap_space: bytes of host memory for the KV blocks of requests that must make room for others. None: on a GPU
+            4 GiB or less, on a CPU none.
+        preemption_mode: how requests make room: recompute, swap, or auto, which takes what costs less by the measured
+            rates. What does not fit into the swap space is recomputed.
         scheduling_policy: fcfs, priority or shortest, see engine/policy.py.
         static_batching: request-level batching, for comparison.
         prefix_caching: share the KV blocks of equal prefixes.
@@ -102,6 +107,8 @@ class LLMEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | Literal["auto"] | None = None,
+        swap_space: int | None = None,
+        preemption_mode: PreemptionMode = "auto",
         scheduling_policy: str = "fcfs",
         static_batching: bool = False,
         prefix_caching: bool = True,
@@ -123,6 +130,10 @@ class LLMEngine:
         scheduling = SchedulerConfig(  # refused before the model is loaded
             max_num_seqs, max_num_batched_tokens, static_batching=static_batching, policy=scheduling_policy
         )
+        if preemption_mode not in MODES:
+            raise QtoolError(f"preemption_mode must be one of {', '.join(MODES)}, got {preemption_mode!r}")
+        if swap_space is not None and swap_space < 0:
+            raise QtoolError(f"swap_space must be at least 0, got {swap_space}")
         check_kv_cache_dtype(kv_cache_dtype)
         speculation = speculation_config(speculative, draft_model, num_speculative_tokens, static_batching)
         where = resolve_device(device)
@@ -172,6 +183,7 @@ class LLMEngine:
             trained,
             max_num_seqs,
             max_num_batched_tokens,
+            swap_space,
         )
         plan = plan_memory(decoder, memory, wishes, limit=limit, weights=memory.used() - before, draft=draft)
         blocks, wanted = plan.num_blocks, plan.max_model_len
@@ -185,6 +197,10 @@ class LLMEngine:
         self._vocab_size = decoder.config.vocab_size
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos)
         self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size, deterministic=deterministic)
+        swap = None
+        if plan.swap_blocks and preemption_mode != "recompute" and not static_batching:
+            costs = self.runner.open_swap_space(plan.swap_blocks, plan.prefill_s)
+            swap = SwapSpace(plan.swap_blocks, costs, preemption_mode)
         self.runner.prepare(max_num_seqs, wanted)
         self._core = EngineCore(
             replace(scheduling, max_model_len=wanted),
@@ -203,6 +219,7 @@ class LLMEngine:
                 prefix_caching=prefix_caching,
                 deterministic=deterministic,
             ),
+            swap=swap,
         )
         self._entries: dict[str, _Entry] = {}
         self._home: dict[Request, tuple[_Entry, int]] = {}
@@ -421,6 +438,7 @@ def _metrics(parts: Sequence[Request]) -> RequestMetrics:
         num_preemptions=sum(p.num_preemptions for p in parts),
         num_drafted_tokens=sum(p.num_drafted for p in parts),
         num_accepted_tokens=sum(p.num_accepted for p in parts),
+        num_swaps=sum(p.num_swaps for p in parts),
     )
 
 

@@ -20,6 +20,9 @@ from qtool.runtime.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is available after loading
+SWAP_SPACE = (
+    4 << 30
+)  # on a GPU, at most an eighth of the host's available memory; none on a CPU: a cache as large is better
 CPU_CACHE_PLENTY = 1 << 30  # more than this only where two requests of full length need it
 
 
@@ -35,6 +38,7 @@ class Wishes:
     trained: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    swap_space: int | None = None
 
     @property
     def length(self) -> int:
@@ -47,9 +51,11 @@ class Wishes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`prefill_s`: seconds for a token of a prompt, None where it was not measured."""
+    """`swap_blocks`: blocks of swap space on the host. `prefill_s`: seconds for a token of a prompt, None where it was
+    not measured."""
 
     num_blocks: int
+    swap_blocks: int
     max_model_len: int
     budget: MemoryBudget
     prefill_s: float | None
@@ -134,6 +140,7 @@ def plan_memory(
     elif room < length:
         log.info("max_model_len is %d instead of %d: the KV cache holds no more", room, length)
         length = room
+    swap_blocks = _swap_space(wishes, on_cpu, blocks * each) // each
     if on_cpu:
         limit = weights + activations + blocks * each
     budget = MemoryBudget(
@@ -145,11 +152,25 @@ def plan_memory(
         graphs=graphs,
         kv_cache=blocks * each,
         kv_tokens=room,
+        swap_space=swap_blocks * each,
     )
-    return MemoryPlan(blocks, length, budget, prefill_s)
+    return MemoryPlan(blocks, swap_blocks, length, budget, prefill_s)
 
 
 def _cpu_cache(free: int, each: int, wishes: Wishes) -> int:
     """Bytes of a cache that nobody gave a size for."""
     plenty = max(CPU_CACHE_PLENTY, 2 * each * wishes.blocks_per_request)
     return min(int(free * CPU_CACHE_SHARE), plenty)
+
+
+def _swap_space(wishes: Wishes, on_cpu: bool, kv_cache: int) -> int:
+    """Bytes on the host for swapped requests, beside a KV cache of `kv_cache` bytes. Raises QtoolError."""
+    free = HostMemory().free() - (kv_cache if on_cpu else 0)
+    if wishes.swap_space is None:
+        return 0 if on_cpu else min(SWAP_SPACE, kv_cache, free // 8)
+    if wishes.swap_space > free:
+        raise QtoolError(
+            f"swap_space {wishes.swap_space} is more than the {free} bytes of host memory that are free: use "
+            f"{free // 2} or less"
+        )
+    return wishes.swap_space

@@ -1,4 +1,4 @@
-"""The engine's inner loop: schedule, execute, update. Knows an executor only by its two methods. No torch here."""
+"""The engine's inner loop: schedule, execute, update. Knows an executor only by its methods. No torch here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
 from qtool.runtime.engine.scheduler import Scheduler, SchedulerConfig
 from qtool.runtime.engine.speculation import Speculator, decoding
+from qtool.runtime.engine.swap import BlockCopy, SwapSpace
 
 log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
     """Computes steps. May raise: then only the step's own requests fail."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy KV blocks between device and host, in order, after all steps so far and before the next. Called only
+        where there is a SwapSpace."""
+        ...
 
     def submit(self, batch: Sequence[ScheduledRequest]) -> Any:
         """Begin a step; what it returns goes to `collect`, in the order of submission. With `run_ahead`, a token that
@@ -49,6 +55,8 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_swaps: int = 0
+    host_blocks_used: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -81,6 +89,7 @@ class EngineCore:
         run_ahead: submit a step before the results of the one before are known, where all of its requests allow it, so
             that the device need not wait for the host. Outputs come one call of `step` later, and are the same.
         speculator: proposes tokens for a step to verify. Such a step waits for the one before, and the next for it.
+        swap: host memory for the blocks of preempted requests; None: they are recomputed.
     """
 
     def __init__(
@@ -91,8 +100,9 @@ class EngineCore:
         *,
         run_ahead: bool = False,
         speculator: Speculator | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, kv)
+        self.scheduler = Scheduler(config, kv, swap)
         self.kv = kv
         self.executor = executor
         self._run_ahead = run_ahead
@@ -151,13 +161,24 @@ class EngineCore:
         return not self._speculator.wanted([w.request for w in step.scheduled if w.sample])
 
     def _submit(self, scheduled: list[ScheduledRequest]) -> Any:
+        copies = self.scheduler.take_copies()
         try:
-            handle = self.executor.submit(scheduled)
+            if copies:
+                self.executor.copy_blocks(copies)
         except Exception as error:
-            handle = error
+            handle: Any = error
+            self.scheduler.copies_failed(copies)
+        else:
+            handle = self._begin(scheduled)
         if self._run_ahead:
             self.scheduler.launched(scheduled)
         return handle
+
+    def _begin(self, scheduled: list[ScheduledRequest]) -> Any:
+        try:
+            return self.executor.submit(scheduled)
+        except Exception as error:
+            return error
 
     def _enter(self, step: _Ahead) -> list[Request]:
         """Wait for a step and enter its results."""
@@ -197,10 +218,13 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise RuntimeError where a block leaked, was freed twice, or a request is lost."""
         self.kv.check_integrity()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.check_integrity(self.scheduler.waiting)
         if not self.scheduler.has_unfinished() and self.kv.pool.num_used:
             raise RuntimeError(f"{self.kv.pool.num_used} KV-cache blocks are in use while no request runs")
 
     def stats(self) -> EngineStats:
+        swap = self.scheduler.swap
         allocated = self.kv.pool.num_used * self.kv.block_size
         return EngineStats(
             num_running=len(self.scheduler.running),
@@ -218,4 +242,6 @@ class EngineCore:
             num_drafts=self._speculator.num_drafts if self._speculator else 0,
             num_draft_tokens=self._speculator.num_draft_tokens if self._speculator else 0,
             num_accepted_tokens=self._speculator.num_accepted_tokens if self._speculator else 0,
+            num_swaps=swap.num_swaps if swap is not None else 0,
+            host_blocks_used=swap.num_used if swap is not None else 0,
         )

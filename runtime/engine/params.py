@@ -170,6 +170,8 @@ class RequestMetrics:
     """Moments of a request's life, in seconds of `time.monotonic()`; None: not reached.
 
     num_drafted_tokens, num_accepted_tokens: proposed by speculation, and those of them that became output.
+    num_preemptions, num_swaps: times that it made room for others, and those of them in which its KV blocks were kept
+    in host memory, not computed again.
     """
 
     arrival: float
@@ -180,6 +182,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_swaps: int = 0
 
 
 @dataclass(frozen=True)

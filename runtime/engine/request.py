@@ -60,6 +60,9 @@ class Request:
         num_drafted, num_accepted: tokens that were proposed for it, and those of them that are part of the output.
         block_table, num_slots: its KV blocks in order while it runs, and the tokens that they hold; kept by the
             KVCacheManager.
+        host_blocks, num_swapped_tokens: the blocks that are kept for it in host memory while it waits, and the tokens
+            that they hold; kept by the SwapSpace.
+        num_preemptions, num_swaps: times that it made room for others, and those of them whose blocks were kept.
     """
 
     request_id: str
@@ -86,6 +89,8 @@ class Request:
     num_accepted: int = 0
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+    num_swapped_tokens: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -95,6 +100,7 @@ class Request:
     finished: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -144,6 +150,7 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_drafted_tokens=self.num_drafted,
             num_accepted_tokens=self.num_accepted,
+            num_swaps=self.num_swaps,
         )
 
 

@@ -1,7 +1,8 @@
 """Which tokens of which requests are computed in the next step: one loop under a token budget. No torch here.
 
 Iteration-level scheduling after Orca (Yu et al., OSDI 2022), chunked prefill mixed with decode after Sarathi-Serve
-(Agrawal et al., OSDI 2024), paged memory and preemption by recomputation after vLLM (Kwon et al., SOSP 2023).
+(Agrawal et al., OSDI 2024), paged memory and preemption, by recomputation or by swap, after vLLM (Kwon et al., SOSP
+2023).
 
 Requests are served in order of their rank (engine/policy.py), which never changes. The request of the lowest rank is
 never preempted for another and fits when it runs alone, so it always ends: nothing can deadlock.
@@ -21,6 +22,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.policy import POLICIES
 from qtool.runtime.engine.request import NO_DRAFT, Draft, Request, ScheduledRequest, Status, StepResult
+from qtool.runtime.engine.swap import BlockCopy, SwapSpace
 
 ADMIT_SHARE = 16
 """Where more requests wait than fit, admit them once one in so many seats is free: prompts in one step cost less than
@@ -69,9 +71,10 @@ class SchedulerConfig:
 class Scheduler:
     """Decodes first, then prefill chunks in what is left of the budget, then admissions; each in order of rank."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, swap: SwapSpace | None = None) -> None:
         self.config = config
         self.kv = kv
+        self.swap = swap
         self.waiting: list[Request] = []  # in order of rank, like those that run
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -104,6 +107,8 @@ class Scheduler:
         request.finish(reason, stop_reason)
         if was is Status.WAITING:
             _remove(self.waiting, request)
+            if self.swap is not None:
+                self.swap.drop(request)
         elif not self.config.static_batching:
             self._release(request)
         elif all(r.status is Status.FINISHED for r in self.running):
@@ -212,7 +217,7 @@ class Scheduler:
                 if reserved > self.kv.pool.num_blocks:
                     break
             self.kv.admit(request)
-            cached = request.num_computed_tokens
+            cached = max(request.num_computed_tokens, request.num_swapped_tokens)
             num_tokens = min(request.num_tokens - cached, budget, most)
             needed = promised + self.kv.missing_blocks(request, request.num_tokens)
             if needed > self.kv.pool.num_free or not self.kv.grow(request, cached + num_tokens):
@@ -220,6 +225,8 @@ class Scheduler:
                 request.num_computed_tokens = 0
                 break
             promised += self.kv.missing_blocks(request, request.num_tokens)
+            if self.swap is not None:
+                self.swap.restore(request, self.kv.block_size)
             del self.waiting[0]
             insort(self.running, request, key=_RANK)
             request.status = Status.RUNNING
@@ -244,13 +251,25 @@ class Scheduler:
             work.request.num_in_flight += work.sample
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request off the device; it starts over, in line by its rank."""
+        """Take a running request off the device; it waits in line by its rank, to start over or to be swapped back."""
+        if self.swap is not None:
+            self.swap.store(request, self.kv.block_size)
         self._release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = Status.WAITING
         insort(self.waiting, request, key=_RANK)
         self.num_preemptions += 1
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What must be copied between device and host before the next step computes; each copy is given once."""
+        return self.swap.take_copies() if self.swap is not None else []
+
+    def copies_failed(self, copies: Sequence[BlockCopy]) -> None:
+        """Those whose blocks did not reach the host are recomputed."""
+        for copy in copies:
+            if copy.out and self.swap is not None and copy.request.host_blocks is copy.host_blocks:
+                self.swap.drop(copy.request)
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[Request]:
         """Enter a step's results; returns the requests that have something new (a token, or their end)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from qtool.runtime.engine.params import TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
+from qtool.runtime.engine.swap import BlockCopy, SwapCosts
 from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
+from qtool.runtime.executor.host_cache import HostCache
 from qtool.runtime.executor.rejection import SampleRows, Verified, draft_rows, verify
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.dispatch import layer_ops
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
 _NOTHING = Verified([], [])
+PROMPT_TOKENS = 32  # tokens for each request of a step from which on it counts as prompts
 NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
 
 
@@ -89,6 +93,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self._sampled = torch.empty(0, dtype=torch.int32, device=self.device)  # by the last step, in order of its rows
         self._rows: dict[Request, int] = {}  # of `_sampled`
+        self._host: HostCache | None = None
+        self._swap_costs: SwapCosts | None = None
 
     @property
     def runs_ahead(self) -> bool:
@@ -118,10 +124,31 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
+    def open_swap_space(self, num_blocks: int, prefill_s: float | None) -> SwapCosts:
+        """Make room for `num_blocks` KV blocks in host memory, while the cache is still empty.
+
+        Args:
+            prefill_s: seconds for a token of a prompt; None: measured in steps to come.
+        """
+        self._host = HostCache(self.caches, num_blocks)
+        self._swap_costs = SwapCosts(self._host.measure(), prefill_s)
+        return self._swap_costs
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy KV blocks from and to the swap space."""
+        assert self._host is not None
+        if self.device.type != "cuda":
+            self._host.copy(copies)
+            return
+        with torch.cuda.device(self.device):
+            self._host.copy(copies)
+
+    @torch.inference_mode()
     def submit(self, batch: Sequence[ScheduledRequest]) -> list[StepResult] | _InFlight:
         """Begin a step; where the host has to see it all, compute it."""
         if not self.ops.on_device:
-            return self._compute(batch)
+            return self._compute_timed(batch)
         with torch.cuda.device(self.device):
             plain = all(w.request.may_run_ahead and not w.padding and not w.draft.token_ids for w in batch)
             decodes = all(w.num_tokens == 1 and w.sample and not _scored_span(w) for w in batch)
@@ -217,6 +244,15 @@ class ModelRunner:
 
             ids = feed(ids.int(), self._index(sources).int(), self._sampled)
         return self.model.forward(ids, plan, self.caches, self.ops), plan
+
+    def _compute_timed(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
+        """As `_compute`; steps that are prompts for the most part say what recomputing would cost."""
+        began = time.perf_counter()
+        results = self._compute(batch)
+        tokens = sum(work.num_tokens for work in batch)
+        if self._swap_costs is not None and tokens >= PROMPT_TOKENS * len(batch):
+            self._swap_costs.observe(tokens, time.perf_counter() - began)
+        return results
 
     def _compute(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:
         """A step whose results the host needs at once; in the order of `batch`."""

@@ -56,6 +56,7 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests that got their first token.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.preemptions = counter("num_preemptions", "Times that a running request was put back into the queue.")
+        self.swaps = counter("num_swaps", "Preemptions whose KV-cache blocks were kept in host memory.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.drafts = counter("spec_decode_num_drafts", "Times that tokens were proposed for a request.")
@@ -89,6 +90,7 @@ class Metrics:
         self.set_gauges(report.stats)
         last, self._totals = self._totals, report.stats
         self.preemptions.inc(self._totals.num_preemptions - last.num_preemptions)
+        self.swaps.inc(self._totals.num_swaps - last.num_swaps)
         self.prefix_queries.inc(self._totals.prefix_cache_queries - last.prefix_cache_queries)
         self.prefix_hits.inc(self._totals.prefix_cache_hits - last.prefix_cache_hits)
         self.drafts.inc(self._totals.num_drafts - last.num_drafts)

@@ -16,6 +16,7 @@ from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.engine.request import Request, ScheduledRequest, Status, StepResult
 from qtool.runtime.engine.scheduler import SchedulerConfig
+from qtool.runtime.engine.swap import BlockCopy, SwapCosts, SwapSpace
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -35,6 +36,17 @@ class FakeExecutor:
         self.fail_next = False
         self.most_tokens = 0
         self.last: dict[Request, int] = {}  # sampled by the step before
+        self.host: dict[int, int] = {}  # slots in host memory
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            for block, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
+                for i in range(self.block_size):
+                    here, there = block * self.block_size + i, host * self.block_size + i
+                    if copy.out:
+                        self.host[there] = self.slots.get(here, -1)
+                    else:
+                        self.slots[here] = self.host[there]
 
     def collect(self, step: list[StepResult]) -> list[StepResult]:
         return step
@@ -79,11 +91,12 @@ def make_core(
     static: bool = False,
     prefix: bool = True,
     ahead: bool = False,
+    swap: SwapSpace | None = None,
 ):
     executor = FakeExecutor(block_size)
     config = SchedulerConfig(seqs, max(budget, seqs), max_model_len=256, static_batching=static)
     kv = KVCacheManager(num_blocks, block_size, prefix_caching=prefix)
-    return EngineCore(config, kv, executor, run_ahead=ahead and not static), executor
+    return EngineCore(config, kv, executor, run_ahead=ahead and not static, swap=swap), executor
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,13 +108,15 @@ def make_core(
     static=st.booleans(),
     prefix=st.booleans(),
     ahead=st.booleans(),
+    host=st.sampled_from([0, 3, 30]),
 )
 def test_every_request_ends_right_under_random_traffic(
-    seed: int, num_blocks: int, budget: int, seqs: int, static: bool, prefix: bool, ahead: bool
+    seed: int, num_blocks: int, budget: int, seqs: int, static: bool, prefix: bool, ahead: bool, host: int
 ) -> None:
     """Arrivals, aborts and preemptions in any order: outputs are what each prompt alone gives, and no block leaks."""
     rng = random.Random(seed)
-    core, executor = make_core(num_blocks, 8, budget, seqs, static=static, prefix=prefix, ahead=ahead)
+    swap = SwapSpace(host, SwapCosts(1.0, rng.choice([0.2, 0.3, 9.0]))) if host else None
+    core, executor = make_core(num_blocks, 8, budget, seqs, static=static, prefix=prefix, ahead=ahead, swap=swap)
     shared = [rng.randrange(50) for _ in range(40)]
     room = num_blocks * 8
     alive: dict[str, Request] = {}
@@ -158,11 +173,14 @@ def test_running_ahead_submits_a_step_before_the_last_one_is_known() -> None:
     assert core.stats().num_steps == 3  # nothing was computed in vain: the length was known beforehand
 
 
+@pytest.mark.parametrize("host", [0, 4, 12])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_ten_thousand_steps_in_a_tiny_cache(ahead: bool) -> None:
+def test_ten_thousand_steps_in_a_tiny_cache(ahead: bool, host: int) -> None:
     """A long run at the edge of the memory, with preemptions and aborts all the way."""
     rng = random.Random(5)
-    core, _ = make_core(12, 8, 24, 6, ahead=ahead)
+    swap = SwapSpace(host, SwapCosts(1.0), "swap") if host else None
+    core, _ = make_core(12, 8, 24, 6, ahead=ahead, swap=swap)
+    swaps = 0
     alive: dict[str, Request] = {}
     preemptions = 0
     for step in range(10_000):
@@ -177,11 +195,14 @@ def test_ten_thousand_steps_in_a_tiny_cache(ahead: bool) -> None:
         for request in core.step():
             if request.status is Status.FINISHED:
                 preemptions += request.num_preemptions
+                swaps += request.num_swaps
                 want = expected_output(request.prompt_token_ids, request.num_output_tokens)
                 assert request.output_token_ids == want
                 del alive[request.request_id]
     core.check_integrity()
     assert preemptions > 100, "the run was meant to be short of memory"
+    assert (swaps > 50) == (host > 0)
+    assert core.stats().num_swaps >= swaps
 
 
 def test_a_failing_step_ends_its_own_requests_alone() -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/mixed_plans.py smollm2-135m --text wiki.test.txt --calibration calib.jsonl --bits 4.5 5.0 6.0
 
-Analyzes the model with each --metric, plans each budget, rounds to nearest, and measures on windows of --text the mean
-KL of the logits against the 16-bit model, perplexity, and top-1 agreement. Plans to beat: the best uniform plans, the
-greedy rule (largest damage saved per byte first), and "first and last blocks in 8 bits".
+Analyzes the model with each --metric, plans each budget, quantizes by --method, and measures on windows of --text the
+mean KL of the logits against the 16-bit model, perplexity, and top-1 agreement. Plans to beat: the best uniform plans,
+the greedy rule (largest damage saved per byte first), and "first and last blocks in 8 bits".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from qtool.quant.algorithms.rtn import rtn
-from qtool.quant.calibration import BlockWalker, calibration_set
+from qtool.quant.blockwise import quantize_block
+from qtool.quant.calibration import Block, BlockWalker, calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
+from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.hub import resolve_model
+from qtool.quant.job import DEFAULT_ITERS, Job, prepare
 from qtool.quant.numerics import GridSearch
 from qtool.quant.scheme import QuantPlan
 from qtool.quant.structure import linear_shapes
@@ -48,8 +51,8 @@ class Outcome:
 
 def final_states(
     checkpoint: Checkpoint, tokens: Tensor, device: torch.device, plan: QuantPlan | None, grid: GridSearch
-) -> tuple[BlockWalker, list[Tensor]]:
-    """The hidden states after the last block, every linear rounded as the plan says."""
+) -> tuple[BlockWalker, Sequence[Tensor]]:
+    """The hidden states after the last block, every linear rounded to nearest as the plan says."""
     walker = BlockWalker(checkpoint, tokens, device=device)
     for block in walker:
         for name, linear in block.linears.items():
@@ -58,8 +61,30 @@ def final_states(
     return walker, walker.states
 
 
+def calibrated_states(
+    checkpoint: Checkpoint, tokens: Tensor, device: torch.device, plan: QuantPlan, job: Job, calibration: Tensor
+) -> Sequence[Tensor]:
+    """The hidden states of `tokens` after the last block, which the quantizer's method has rounded on `calibration`."""
+    walker = BlockWalker(checkpoint, calibration, device=device)
+    targets = walker.states.copy() if job.settings.stages.search else None
+    states = BlockWalker(checkpoint, tokens, device=device).states
+    for block in walker:
+        if targets is not None:
+            run_all(block, targets)
+        schemes = {name: plan[name] for name in block.linears}
+        quantize_block(block, walker.structure, schemes, job.settings, targets)
+        run_all(block, states)
+    return states
+
+
 @torch.no_grad()
-def compare(walker: BlockWalker, tokens: Tensor, base: list[Tensor], other: list[Tensor]) -> Outcome:
+def run_all(block: Block, states: HiddenStates) -> None:
+    for i, batch in enumerate(states):
+        states[i] = block.run(batch)
+
+
+@torch.no_grad()
+def compare(walker: BlockWalker, tokens: Tensor, base: Sequence[Tensor], other: Sequence[Tensor]) -> Outcome:
     """Measure the states `other` against `base` through the 16-bit head."""
     head = walker.head()
     kl = nll = same = 0.0
@@ -150,7 +175,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--bits", type=float, nargs="+", default=[4.5, 5.0, 6.0])
-    parser.add_argument("--grid", nargs="+", default=["minmax"], choices=["minmax", "signed", "mse"])
+    parser.add_argument("--granularity", default="group", choices=["group", "layer"])
+    parser.add_argument("--rounding", default="rtn", choices=["rtn", "gptq"], help="of the analysis")
+    parser.add_argument("--method", default="rtn", help="of quantizing: rtn, gptq, rounding")
+    parser.add_argument("--iters", type=int, default=DEFAULT_ITERS, help="of the rounding search, each block")
+    parser.add_argument("--quantize-samples", type=int, default=32, help="sequences of --seq-len for --method")
+    parser.add_argument("--grid", nargs="+", default=["minmax"], choices=["minmax", "signed", "mse"], help="rtn's")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--only", help="regular part of the plan names to measure, for a quick look")
@@ -162,11 +192,20 @@ def main() -> None:
     calibration = calibration_set(
         folder, data=args.calibration, num_sequences=args.samples, seq_len=args.seq_len, seed=0
     )
+    quantizer_text = calibration_set(
+        folder, data=args.calibration, num_sequences=args.quantize_samples, seq_len=args.seq_len, seed=0
+    )
     sensitivities = {}
     for metric in args.metric:
         started = time.perf_counter()
         sensitivities[metric] = analyze(
-            folder, schemes=args.schemes.split(","), metric=metric, calibration=calibration, device=args.device
+            folder,
+            schemes=args.schemes.split(","),
+            metric=metric,
+            rounding=args.rounding,
+            granularity=args.granularity,
+            calibration=calibration,
+            device=args.device,
         )
         print(f"analyzed with {metric} in {time.perf_counter() - started:.0f} s", flush=True)
     if len(args.metric) > 1:
@@ -181,8 +220,12 @@ def main() -> None:
         for name, plan in candidate_plans(sensitivities, args.bits).items():
             if args.only and args.only not in name:
                 continue
-            for grid in args.grid:
-                _, states = final_states(checkpoint, tokens, device, plan.plan, grid)
+            for grid in args.grid if args.method == "rtn" else [args.method]:
+                if args.method == "rtn":
+                    _, states = final_states(checkpoint, tokens, device, plan.plan, grid)
+                else:
+                    job = prepare(checkpoint, plan=plan.plan, method=args.method, iters=args.iters)
+                    states = calibrated_states(checkpoint, tokens, device, plan.plan, job, quantizer_text.tokens)
                 got = compare(walker, tokens, base, states)
                 bits = plan.plan.average_bits(shapes)
                 print(

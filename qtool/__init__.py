@@ -13,11 +13,13 @@ from qtool._version import __version__
 if TYPE_CHECKING:
     from qtool.evalsets.compare import compare
     from qtool.quant.pipeline import quantize
+    from qtool.runtime.beam_search import BeamSearchParams
     from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
     from qtool.runtime.llm import LLM
     from qtool.sensitivity.probe import analyze
 
 _HOME = {
+    "BeamSearchParams": "qtool.runtime.beam_search",
     "LLM": "qtool.runtime.llm",
     "SamplingParams": "qtool.runtime.engine.params",
     "StructuredOutputsParams": "qtool.runtime.engine.params",
@@ -26,7 +28,16 @@ _HOME = {
     "quantize": "qtool.quant.pipeline",
 }
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__", "analyze", "compare", "quantize"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "analyze",
+    "compare",
+    "quantize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
+from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
 from qtool.runtime.engine.params import RequestOutput, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request
 from qtool.runtime.llm_engine import LLMEngine
@@ -77,6 +78,44 @@ class LLM:
             if failed := [o.stop_reason for o in output.outputs if o.finish_reason == "error"]:
                 raise QtoolError(f"prompt {number}: generating failed: {failed[0]}")
         return outputs
+
+    def beam_search(
+        self, prompts: Sequence[str | Sequence[int]], params: BeamSearchParams, *, progress: ProgressFn = silent
+    ) -> list[RequestOutput]:
+        """The `beam_width` best outputs of each prompt, best first, by the rules of beam_search.BeamSearch.
+
+        Beams are requests of one token each that find what they share in the prefix cache: without prefix caching every
+        step computes them anew.
+
+        Raises:
+            QtoolError: as generate; a prompt too long for `max_tokens` more.
+        """
+        if isinstance(prompts, str):
+            raise QtoolError("prompts must be a list of prompts, got one string")
+        searches = []
+        for number, prompt in enumerate(prompts):
+            ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            if len(ids) + params.max_tokens > self.max_model_len:
+                raise QtoolError(
+                    f"prompt {number} has {len(ids)} tokens, {params.max_tokens} are to be generated, and the context "
+                    f"is {self.max_model_len} tokens: shorten the prompt or lower max_tokens"
+                )
+            searches.append(BeamSearch(ids, params, self.engine.eos_token_ids))
+        first: dict[int, RequestOutput] = {}
+        last: dict[int, RequestOutput] = {}
+        while going := [i for i, search in enumerate(searches) if not search.done]:
+            work = [(i, sequence) for i in going for sequence in searches[i].sequences]
+            outputs = self.generate([s for _, s in work], [searches[i].sampling_params() for i, _ in work])
+            for i in going:
+                own = [output for (j, _), output in zip(work, outputs) if i == j]
+                searches[i].advance([output.outputs[0].logprobs[0] for output in own if output.outputs[0].logprobs])
+                first.setdefault(i, own[0])
+                last[i] = own[-1]
+            progress("searching", len(searches) - len(going), len(searches))
+        return [
+            search.output(f"beam-search-{i}", self.tokenizer, joined(first[i].metrics, last[i].metrics))
+            for i, search in enumerate(searches)
+        ]
 
     def loglikelihood(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent

@@ -146,7 +146,7 @@ class LLMEngine:
         if length is not None and length > trained:
             raise QtoolError(f"max_model_len {length} is more than the model's own context of {trained} tokens")
         self.tokenizer = load_tokenizer(folder)
-        self._eos = eos_token_ids(folder, self.config)
+        self.eos_token_ids = eos_token_ids(folder, self.config)
         draft_folder = None if speculation is None else check_draft(speculation, folder, self.config)
         draft = None
         memory = memory or (CudaMemory(where) if where.type == "cuda" else HostMemory())
@@ -195,7 +195,7 @@ class LLMEngine:
         self.device = where
         self.dtype = decoder.dtype
         self._vocab_size = decoder.config.vocab_size
-        self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos)
+        self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         self.runner = ModelRunner(decoder, num_blocks=blocks, block_size=block_size, deterministic=deterministic)
         swap = None
         if plan.swap_blocks and preemption_mode != "recompute" and not static_batching:
@@ -283,7 +283,7 @@ class LLMEngine:
             for token in getattr(params, name) or ():
                 if not 0 <= token < self._vocab_size:
                     raise QtoolError(f"{name}: {token} is outside the vocabulary of {self._vocab_size}")
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         bad_words = self._bad_words(params.bad_words)
         matcher = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)

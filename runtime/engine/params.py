@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.structured_output import StructuredOutputsParams as StructuredOutputsParams
 
+MAX_LOGPROBS = 1024
+"""Most likeliest tokens that a request may ask for at each position; the server allows fewer."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -123,8 +126,9 @@ class SamplingParams:
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
-        need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
-        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
+        most = f"between 0 and {MAX_LOGPROBS}"
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", most)
+        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs", most)
         need(1 <= self.n <= 128, "n", "between 1 and 128")
         need(self.best_of is None or self.n <= self.best_of <= 128, "best_of", f"between n, which is {self.n}, and 128")
         need(-100 <= self.priority <= 100, "priority", "between -100 and 100")
@@ -190,6 +194,7 @@ class CompletionOutput:
     """One output of a request so far.
 
     finish_reason: None while it runs, else `stop`, `length`, `abort`, or `error` (what went wrong is the stop_reason).
+    cumulative_logprob: sum of its tokens' log-probabilities, of a beam search.
     """
 
     index: int
@@ -198,6 +203,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)

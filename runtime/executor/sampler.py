@@ -103,7 +103,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[
     own = logits.gather(1, tokens[:, None])
     ranks = ((logits > own).sum(dim=1) + 1).tolist()
     values = (own - norm).squeeze(1).tolist()
-    most = max(tops, default=0)
+    most = min(max(tops, default=0), logits.shape[1])
     likeliest, ids = logits.topk(most, dim=-1)
     scores, names = (likeliest - norm).tolist(), ids.tolist()
     return [

@@ -19,10 +19,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.beam_search import BeamSearch
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
 from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, usage_of
 from qtool.runtime.server.async_engine import AsyncEngine, EngineDeadError, OutputStream
+from qtool.runtime.server.beams import Searching, beam_params
 from qtool.runtime.server.errors import ApiError, error_body
 from qtool.runtime.server.schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, SamplingRequest
 from qtool.runtime.server.token_text import TokenText
@@ -47,6 +49,7 @@ class Service:
     max_model_len: int
     max_chars: int  # a longer text has more tokens than the context: it is not even tokenized
     created: int
+    eos_token_ids: frozenset[int]
     grammars: GrammarCompiler  # the engine's own
     tokenize_thread: ThreadPoolExecutor  # one thread: fast tokenizers are not to be entered twice at once
 
@@ -61,6 +64,7 @@ class Service:
             max_model_len=engine.max_model_len,
             max_chars=engine.max_model_len * max(map(len, tokenizer.get_vocab())),
             created=int(time.time()),
+            eos_token_ids=engine.eos_token_ids,
             grammars=engine.grammars,
             tokenize_thread=ThreadPoolExecutor(1, thread_name_prefix="qtool-tokenize"),
         )
@@ -254,6 +258,8 @@ async def _respond(
     hide_output: bool = False,
 ) -> Response:
     """Queue the prompts and answer, whole or as a stream of server-sent events."""
+    if body.use_beam_search:
+        return await _search(service, request, body, prompts, params, answer)
     ids = [f"{answer.id}-{position}" for position in range(len(prompts))]
     requests = {ids[i]: (prompt, _shift_seed(params, i)) for i, prompt in enumerate(prompts)}
     try:
@@ -271,6 +277,33 @@ async def _respond(
         service.engine.abort(ids)
     if final is None:  # the client went away: nobody reads this
         return Response(status_code=499)
+    return Response(_dump(answer.whole(final)), media_type="application/json")
+
+
+async def _search(
+    service: Service,
+    request: Request,
+    body: SamplingRequest,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    answer: Answer,
+) -> Response:
+    """Search the best outputs of the prompts and answer."""
+    wanted = beam_params(body, params)
+    for prompt in prompts:
+        _check_length(service, len(prompt), wanted.max_tokens, "max_tokens", "prompt")
+    searching = Searching(
+        service.engine, [BeamSearch(prompt, wanted, service.eos_token_ids) for prompt in prompts], answer.id
+    )
+    try:
+        ends = await _unless_disconnected(request, searching.run())
+    except EngineDeadError as error:
+        raise ApiError(503, str(error)) from error
+    finally:
+        service.engine.abort(searching.ids)
+    if ends is None:
+        return Response(status_code=499)
+    final = await _off_loop(service, searching.outputs, ends, service.tokenizer)
     return Response(_dump(answer.whole(final)), media_type="application/json")
 
 

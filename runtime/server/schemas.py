@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.server.beams import BeamFields
 from qtool.runtime.server.structured import FormFields
 
 # Field → the values that change nothing; any other value is refused.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),  # of a chat; completions have it
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -73,7 +72,7 @@ class StreamOptions(ApiModel):
     continuous_usage_stats: bool = False
 
 
-class SamplingRequest(FormFields, ApiModel):
+class SamplingRequest(FormFields, BeamFields, ApiModel):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -114,6 +113,10 @@ class SamplingRequest(FormFields, ApiModel):
     def _check(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only with stream=true")
+        if self.stream and self.use_beam_search:
+            raise ValueError("use_beam_search does not go with stream=true: the best are known at the end")
+        if not self.use_beam_search and self.length_penalty not in (None, 1.0):
+            raise ValueError("length_penalty is for use_beam_search=true alone")
         if self.stream and self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must be n with stream=true: the best are known when all have ended")
         return self

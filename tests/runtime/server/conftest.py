@@ -68,6 +68,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, max_model_len: int = 512, step_s: float = 0.0) -> None:
         self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset([256])
         self.grammars = GrammarCompiler(tokenizer, 257, [256])
         self.max_model_len = max_model_len
         self.model_name = "scripted"

@@ -72,7 +72,8 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
         ({"bad_words": "bad"}, "bad_words"),
         ({"typical_p": 0}, "typical_p"),
         ({"dynatemp_range": -1}, "dynatemp_range"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": "often"}, "use_beam_search"),
+        ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, "response_format"),
@@ -122,6 +123,14 @@ def test_combinations(scripted: Any) -> None:
     assert "best_of" in refused(httpx.post(f"{url}/completions", json=few), 400)
     wide = {"prompt": "a", "temperature": 0.5, "dynatemp_range": 0.6}
     assert "dynatemp_range" in refused(httpx.post(f"{url}/completions", json=wide), 400)
+    beams: dict[str, Any] = {"prompt": "a", "use_beam_search": True, "n": 2}
+    for change, field in (
+        ({"stream": True}, "stream=true"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"guided_regex": "a"}, "structured_outputs"),
+        ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"),
+    ):
+        assert field in refused(httpx.post(f"{url}/completions", json=beams | change), 400)
     forms = {"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}
     assert "do not go together" in refused(httpx.post(f"{url}/completions", json=forms), 400)
     both = {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}

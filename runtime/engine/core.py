@@ -211,15 +211,18 @@ class EngineCore:
         if self._speculator is not None:
             self._speculator.forget(request)
 
-    def _check_when_idle(self) -> None:
-        if not self.scheduler.has_unfinished():
-            self.check_integrity()
-
     def check_integrity(self) -> None:
-        """Raise RuntimeError where a block leaked, was freed twice, or a request is lost."""
+        """Raise RuntimeError where a block leaked, was freed twice, or a request is lost. Looks at every block."""
         self.kv.check_integrity()
         if self.scheduler.swap is not None:
             self.scheduler.swap.check_integrity(self.scheduler.waiting)
+        self._check_when_idle()
+
+    def _check_when_idle(self) -> None:
+        """Once no request is left, all blocks are free again: in constant time, since requests wait for it."""
+        swap = self.scheduler.swap
+        if not self.scheduler.has_unfinished() and swap is not None and swap.num_used:
+            raise RuntimeError(f"{swap.num_used} blocks of the swap space are held while no request waits")
         if not self.scheduler.has_unfinished() and self.kv.pool.num_used:
             raise RuntimeError(f"{self.kv.pool.num_used} KV-cache blocks are in use while no request runs")
 

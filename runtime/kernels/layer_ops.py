@@ -69,6 +69,7 @@ class AttendFn(Protocol):
         norms: of queries and of keys, [head_dim] each, or None.
         rotation: what LayerOps.rotation gave.
         window: a token sees itself and the window - 1 tokens before it; None: all.
+        out: where to put the result, contiguous; None: anywhere.
 
     Returns [num_tokens, num_heads * head_dim].
     """
@@ -82,6 +83,7 @@ class AttendFn(Protocol):
         cache: KVCache,
         plan: Any,
         window: int | None,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -147,6 +149,7 @@ def _attend(
     cache: KVCache,
     plan: AttentionBatch,
     window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
@@ -158,7 +161,8 @@ def _attend(
     other = turned.roll(dim // 2, dims=-1)
     turned.mul_(cos).addcmul_(other, sin)
     kv = cache.write(qkv[:, heads:], plan.slot_mapping)
-    return paged_attention(qkv[:, :heads], kv, cache, plan, scale=dim**-0.5, window=window)
+    attended = paged_attention(qkv[:, :heads], kv, cache, plan, scale=dim**-0.5, window=window)
+    return attended if out is None else out.copy_(attended)
 
 
 def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:

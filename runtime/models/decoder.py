@@ -79,17 +79,45 @@ class Decoder:
 
         `plan` is `ops`'s own layout of the step.
         """
-        eps, shape = self.config.rms_norm_eps, self.attention_shape
         rotation = ops.rotation(self.cos, self.sin, plan)
+        qkv, hidden = self.enter(token_ids, ops)
+        for index, cache in enumerate(caches):
+            attended = self.attend(index, qkv, rotation, cache, plan, ops)
+            qkv, hidden = self.advance(index, attended, hidden, ops)
+        return hidden
+
+    def enter(self, token_ids: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """Up to the first attention: token ids → its queries, keys and values, and the residual stream."""
         hidden = functional.embedding(token_ids, self.embed)
-        delta: Tensor | None = None  # what the residual stream still lacks
-        for layer, cache in zip(self.layers, caches):
-            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-            qkv, hidden = ops.norm_linear(hidden, delta, layer.input_norm, eps, layer.qkv)
-            attended = ops.attend(qkv, shape, norms, rotation, cache, plan, layer.window)
-            gate_up, hidden = ops.norm_linear(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up)
-            delta = ops.silu_linear(gate_up, layer.down)
-        return hidden if delta is None else hidden + delta
+        first = self.layers[0]
+        return ops.norm_linear(hidden, None, first.input_norm, self.config.rms_norm_eps, first.qkv)
+
+    def attend(
+        self,
+        index: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: KVCache,
+        plan: StepPlan,
+        ops: LayerOps,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The attention of layer `index`, see AttendFn."""
+        layer = self.layers[index]
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        return ops.attend(qkv, self.attention_shape, norms, rotation, cache, plan, layer.window, out)
+
+    def advance(self, index: int, attended: Tensor, hidden: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """From the attention of layer `index` to the next one: its output → queries, keys and values, and the residual
+        stream; after the last layer the stream, twice. Works on each row alone; `hidden` may be overwritten."""
+        eps, layer = self.config.rms_norm_eps, self.layers[index]
+        gate_up, hidden = ops.norm_linear(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up)
+        delta = ops.silu_linear(gate_up, layer.down)
+        if index + 1 == len(self.layers):
+            hidden = hidden + delta
+            return hidden, hidden
+        following = self.layers[index + 1]
+        return ops.norm_linear(hidden, delta, following.input_norm, eps, following.qkv)
 
     def logits(self, hidden: Tensor, ops: LayerOps) -> Tensor:
         """Hidden states [rows, hidden_size] → [rows, vocab_size]."""

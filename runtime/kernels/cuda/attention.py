@@ -155,9 +155,11 @@ def attend(
     cache: KVCache,
     plan: PagedBatch,
     window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As layer_ops.AttendFn; qkv's queries of prompts are rotated in place."""
-    out = torch.empty(len(qkv), shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(len(qkv), shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rotation
     q_norm, k_norm = norms or (cos, cos)  # not read without norms
     scales = cache.values if cache.scales is None else cache.scales

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_MOST_ARGUMENTS = 64  # of a kernel
 _DEFAULT_SHARED = 48 * 1024  # bytes a block may use without asking
 
 Argument = torch.Tensor | int | float
@@ -31,14 +34,61 @@ class _Attribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig; grid and block one number a field, so that all are set at once."""
+
     _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     ]
+
+
+@functools.cache
+def _attributes(cluster: tuple[int, int, int] | None, overlap: bool) -> tuple[Any, int, int]:
+    """The launch attributes of such a launch, their address and number; the same ones serve every launch."""
+    found = (_Attribute * 2)()
+    count = 0
+    if cluster is not None:
+        found[count].id = _CLUSTER_DIMENSION
+        found[count].value[0:3] = cluster
+        count += 1
+    if overlap:
+        found[count].id = _PROGRAMMATIC_SERIALIZATION
+        found[count].value[0] = 1
+        count += 1
+    return found, ctypes.addressof(found), count
+
+
+class _Room(threading.local):
+    """Where a thread's launches lay out their arguments: the driver copies them before it returns."""
+
+    def __init__(self) -> None:
+        self.slots = ctypes.create_string_buffer(8 * _MOST_ARGUMENTS)
+        base = ctypes.addressof(self.slots)
+        self.pointers = (ctypes.c_void_p * _MOST_ARGUMENTS)(*range(base, base + 8 * _MOST_ARGUMENTS, 8))
+
+
+_room = _Room()
+
+
+@functools.cache
+def _layout(kinds: tuple[type, ...]) -> struct.Struct:
+    """Arguments of these types, 8 bytes each."""
+    if len(kinds) > _MOST_ARGUMENTS:
+        raise ValueError(f"a kernel takes at most {_MOST_ARGUMENTS} arguments, got {len(kinds)}")
+    return struct.Struct("=" + "".join("i4x" if issubclass(k, int) else "f4x" if k is float else "Q" for k in kinds))
+
+
+def pack_arguments(args: Sequence[Argument]) -> Any:
+    """Lay out kernel arguments for a launch by this thread; returns the array of their addresses that the driver takes.
+
+    It is good until the thread's next call.
+    """
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    _layout(tuple(map(type, args))).pack_into(_room.slots, 0, *values)
+    return _room.pointers
 
 
 @functools.cache
@@ -74,6 +124,7 @@ class Kernel:
     """One loaded kernel on one device."""
 
     name: str
+    device_index: int
     function: ctypes.c_void_p
     registers: int
 
@@ -87,7 +138,7 @@ class Kernel:
         cluster: tuple[int, int, int] | None = None,
         overlap: bool = False,
     ) -> None:
-        """Enqueue on the current stream of the current device; can be captured into a CUDA graph.
+        """Enqueue on the current stream of the kernel's device, the current one; can be captured into a CUDA graph.
 
         Args:
             grid: blocks.
@@ -98,37 +149,17 @@ class Kernel:
             overlap: programmatic dependent launch: may start before the kernel ahead of it has finished, and waits for
                 it itself (Hopper and later).
         """
-        attributes = (_Attribute * 2)()
-        count = 0
-        if cluster is not None:
-            attributes[count].id = _CLUSTER_DIMENSION
-            attributes[count].value[0:3] = cluster
-            count += 1
-        if overlap:
-            attributes[count].id = _PROGRAMMATIC_SERIALIZATION
-            attributes[count].value[0] = 1
-            count += 1
-        config = _LaunchConfig()
-        config.grid[:] = grid
-        config.block[:] = (threads, 1, 1)
-        config.shared_bytes = shared_bytes
-        config.stream = torch.cuda.current_stream().cuda_stream
-        config.attributes = ctypes.cast(attributes, ctypes.POINTER(_Attribute))
-        config.num_attributes = count
-        values: list[Any] = [
-            ctypes.c_int(a)
-            if isinstance(a, int)
-            else ctypes.c_float(a)
-            if isinstance(a, float)
-            else ctypes.c_void_p(a.data_ptr() or None)
-            for a in args
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        _, attributes, count = _attributes(cluster, overlap)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        config = _LaunchConfig(*grid, threads, 1, 1, shared_bytes, stream, attributes, count)
+        pointers = pack_arguments(args)
         status = _cuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
         if status == _INVALID_CONTEXT:  # the first CUDA call of this thread
             _make_context_current(torch.cuda.current_device())
             status = _cuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
-        _check(status, f"launch of kernel {self.name} (grid {grid}, {threads} threads, {shared_bytes} B shared memory)")
+        if status:
+            shape = f"grid {grid}, {threads} threads, {shared_bytes} B shared memory"
+            _check(status, f"launch of kernel {self.name} ({shape})")
 
 
 @functools.cache
@@ -175,7 +206,7 @@ def _load(device_index: int, file: str, entry: str, macros: tuple[tuple[str, int
             cuda.cuFuncGetAttribute(ctypes.byref(registers), _NUM_REGISTERS, function)
         finally:
             cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    return Kernel(entry, function, registers.value)
+    return Kernel(entry, device_index, function, registers.value)
 
 
 def load_kernel(device: torch.device, file: str, entry: str, macros: Macros, *, shared_limit: int = 0) -> Kernel:

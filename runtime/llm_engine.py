@@ -201,7 +201,7 @@ class LLMEngine:
         if plan.swap_blocks and preemption_mode != "recompute" and not static_batching:
             costs = self.runner.open_swap_space(plan.swap_blocks, plan.prefill_s)
             swap = SwapSpace(plan.swap_blocks, costs, preemption_mode)
-        self.runner.prepare(max_num_seqs, wanted)
+        self.runner.prepare(max_num_seqs, wanted, max_num_batched_tokens)
         self._core = EngineCore(
             replace(scheduling, max_model_len=wanted),
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),

@@ -86,13 +86,14 @@ def _plan_apart(
     windows: frozenset[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    also: Sequence[Sequence[int]] = (),
 ) -> AttentionBatch:
     """The layout of a step with each of its tokens as a row of its own."""
     positions = [start + i for start, count in zip(starts, counts) for i in range(count)]
     own = [table for count, table in zip(counts, tables) for _ in range(count)]
     ones = [1] * len(positions)
     return plan_attention(
-        positions, ones, own, block_size=block_size, windows=windows, dtype=dtype, device=device, apart=True
+        positions, ones, own, block_size=block_size, windows=windows, dtype=dtype, device=device, also=also, apart=True
     )
 
 

@@ -7,7 +7,6 @@ largest took.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qtool.runtime.executor.graph_capture import largest_first
 from qtool.runtime.kernels.cuda.attention import PagedBatch, num_sms, scratch, split_shares
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.kv_cache import KVCache
 from qtool.runtime.kernels.layer_ops import LayerOps
 from qtool.runtime.models.decoder import Decoder
-
-log = logging.getLogger(__name__)
 
 _TURNS = 2  # host buffers: one is filled while the device still reads the other
 
@@ -95,24 +93,8 @@ class DecodeGraphs:
         return bool(self._graphs) and count <= max(self._graphs)
 
     def _capture_all(self, sizes: list[int]) -> dict[int, _Captured]:
-        """Largest first; where the memory does not suffice, the larger ones are left out and run uncaptured."""
         self._head[2].fill_(-1)  # rows without a sequence: nothing is read from the cache, and nothing written
-        while sizes:
-            captured: dict[int, _Captured] = {}
-            pool = torch.cuda.graph_pool_handle()
-            try:
-                for size in sizes:
-                    captured[size] = self._capture(size, pool)
-                return captured
-            except torch.OutOfMemoryError:
-                captured.clear()
-                torch.cuda.empty_cache()
-                sizes = [s for s in sizes if s < sizes[0] // 2]
-                log.warning(
-                    "the memory does not suffice for all CUDA graphs: %s",
-                    f"steps of more than {sizes[0]} sequences run without" if sizes else "every step runs without",
-                )
-        return {}
+        return largest_first(sizes, self._capture, "sequences")
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         model, shape = self._model, self._model.attention_shape

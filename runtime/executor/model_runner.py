@@ -17,6 +17,7 @@ from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.engine.swap import BlockCopy, SwapCosts
 from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
 from qtool.runtime.executor.host_cache import HostCache
+from qtool.runtime.executor.prompt_graphs import MOST_TOKENS, PromptGraphs, token_counts
 from qtool.runtime.executor.rejection import SampleRows, Verified, draft_rows, verify
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
 from qtool.runtime.kernels.dispatch import layer_ops
@@ -91,6 +92,7 @@ class ModelRunner:
             for layer in model.layers
         ]
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self._sampled = torch.empty(0, dtype=torch.int32, device=self.device)  # by the last step, in order of its rows
         self._rows: dict[Request, int] = {}  # of `_sampled`
         self._host: HostCache | None = None
@@ -102,9 +104,22 @@ class ModelRunner:
         return self.ops.on_device
 
     @torch.inference_mode()
-    def prepare(self, max_num_seqs: int, max_model_len: int, sizes: Sequence[int] | None = None) -> None:
-        """Make room for steps of up to `max_num_seqs` sequences and, where the device has CUDA graphs, capture them:
-        those of `sizes` sequences, descending, or of all that decode_graphs.graph_sizes names."""
+    def prepare(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int = MOST_TOKENS,
+        *,
+        sizes: Sequence[int] | None = None,
+        prompt_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Make room for steps of up to `max_num_seqs` sequences and `max_num_batched_tokens` tokens and, where the
+        device has CUDA graphs, capture them.
+
+        Args:
+            sizes: numbers of sequences whose decode is captured, descending; None: as decode_graphs.graph_sizes names.
+            prompt_sizes: numbers of tokens for steps with prompts; None: as prompt_graphs.token_counts names.
+        """
         if not self.ops.on_device:
             return
         from qtool.runtime.executor.decode_graphs import DecodeGraphs
@@ -122,6 +137,8 @@ class ModelRunner:
                 max_blocks=-(-max_model_len // self.block_size),
                 sizes=sizes,
             )
+            counts = token_counts(max_num_batched_tokens) if prompt_sizes is None else prompt_sizes
+            self.prompt_graphs = PromptGraphs(self.model, self.caches, self.ops, counts) if counts else None
 
     @torch.inference_mode()
     def open_swap_space(self, num_blocks: int, prefill_s: float | None) -> SwapCosts:
@@ -207,15 +224,15 @@ class ModelRunner:
         from qtool.runtime.kernels.cuda.tokens import greedy
 
         works = [batch[i] for i in _row_order(batch)]
-        hidden, _ = self._forward(works)
         due, last, row = [], [], 0
         for work in works:
             row += work.num_tokens
             if work.sample:
                 due.append(work)
                 last.append(row - 1)
+        hidden, plan = self._forward(works, last)
         if due:
-            logits = self.model.logits(hidden[self._index(last)], self.ops)
+            logits = self.model.logits(hidden.index_select(0, plan.also[-1]), self.ops)
             if len(due) > len(self._sampled):
                 self._sampled = torch.empty(len(due), dtype=torch.int32, device=self.device)
             greedy(logits, self._sampled)
@@ -225,8 +242,10 @@ class ModelRunner:
         index = torch.tensor(rows, dtype=torch.long, pin_memory=self.device.type == "cuda")
         return index.to(self.device, non_blocking=True)
 
-    def _forward(self, works: Sequence[ScheduledRequest]) -> tuple[Tensor, StepPlan]:
-        """Hidden states of the tokens of `works` (in row order), and the step's plan."""
+    def _forward(self, works: Sequence[ScheduledRequest], rows: Sequence[int] = ()) -> tuple[Tensor, StepPlan]:
+        """Hidden states of the tokens of `works` (in row order), good until the next step; and the step's plan, with
+        `rows` as the last of what it brought along."""
+        tokens, sources = self._inputs(works)
         plan = self.ops.plan(
             [w.start for w in works],
             [w.num_tokens for w in works],
@@ -236,13 +255,18 @@ class ModelRunner:
             windows=self.model.windows,
             dtype=self.model.dtype,
             device=self.device,
+            also=(tokens, sources, rows),
         )
-        tokens, sources = self._inputs(works)
-        ids = self._index(tokens)
-        if any(source >= 0 for source in sources):
+        ids, count = plan.also[0], len(tokens)
+        graphs = self.prompt_graphs
+        if graphs is not None and not graphs.fits(count):
+            graphs = None
+        if self.ops.on_device:
             from qtool.runtime.kernels.cuda.tokens import feed
 
-            ids = feed(ids.int(), self._index(sources).int(), self._sampled)
+            ids = feed(ids, plan.also[1], self._sampled, None if graphs is None else graphs.ids(count))
+        if graphs is not None:
+            return graphs.forward(count, plan), plan
         return self.model.forward(ids, plan, self.caches, self.ops), plan
 
     def _compute_timed(self, batch: Sequence[ScheduledRequest]) -> list[StepResult]:

@@ -53,6 +53,7 @@ class AttentionBatch:
     slot_mapping: Tensor  # [num_tokens] int64: block * block_size + offset
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[Prefill, ...]
+    also: tuple[Tensor, ...] = ()  # int32 each
 
 
 def group_by_length(lengths: Sequence[int], max_padding: int = MAX_PADDING) -> list[slice]:
@@ -84,12 +85,13 @@ def plan_attention(
     windows: frozenset[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    also: Sequence[Sequence[int]] = (),
     apart: bool = False,
 ) -> AttentionBatch:
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
     Rows of one token come first, in ascending order of `starts`; in any order where they stay `apart`, each a group of
-    its own, so that nothing of a row's attention depends on the others.
+    its own, so that nothing of a row's attention depends on the others. `also`: numbers that are wanted on the device.
     """
     positions: list[int] = []
     slots: list[int] = []
@@ -139,9 +141,9 @@ def plan_attention(
                 allowed &= key > query - window
             masks[window] = _blocked(allowed, dtype)
         prefills.append(Prefill(rows, used, length, masks))
-    return AttentionBatch(
-        position, torch.tensor(slots, dtype=torch.long, device=device), tuple(decodes), tuple(prefills)
-    )
+    brought = tuple(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in also)
+    slot = torch.tensor(slots, dtype=torch.long, device=device)
+    return AttentionBatch(position, slot, tuple(decodes), tuple(prefills), brought)
 
 
 def paged_attention(

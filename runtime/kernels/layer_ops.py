@@ -40,11 +40,17 @@ class StepPlan(Protocol):
         """[num_tokens]: block * block_size + offset."""
         ...
 
+    @property
+    def also(self) -> tuple[Tensor, ...]:
+        """What PlanFn was given to bring along, [numbers] int32 each."""
+        ...
+
 
 class PlanFn(Protocol):
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
-    Rows of one token come first, in ascending order of `starts`. `windows`: those that the model's layers have.
+    Rows of one token come first, in ascending order of `starts`. `windows`: those that the model's layers have. `also`:
+    numbers that are wanted on the device too, in the same copy.
     """
 
     def __call__(
@@ -58,6 +64,7 @@ class PlanFn(Protocol):
         windows: frozenset[int | None],
         dtype: torch.dtype,
         device: torch.device,
+        also: Sequence[Sequence[int]] = (),
     ) -> Any: ...
 
 
@@ -125,8 +132,11 @@ def _plan(
     windows: frozenset[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    also: Sequence[Sequence[int]] = (),
 ) -> AttentionBatch:
-    return plan_attention(starts, counts, tables, block_size=block_size, windows=windows, dtype=dtype, device=device)
+    return plan_attention(
+        starts, counts, tables, block_size=block_size, windows=windows, dtype=dtype, device=device, also=also
+    )
 
 
 def _rotation(cos: Tensor, sin: Tensor, plan: AttentionBatch) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.driver import has_clusters, load_kernel
-from qtool.runtime.kernels.cuda.nvrtc import Macros
+from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
 from qtool.runtime.kernels.kv_cache import KVCache
 from qtool.runtime.kernels.layer_ops import AttentionShape
 
@@ -38,6 +37,7 @@ class PagedBatch:
         tiles: of the prompts, [num_tiles, 4] int32, see prefill.query_tiles; None where there are none.
         shares: pieces into which the decodes' contexts are cut at most.
         partial: float32 room for the pieces' sums; counters: int32 zeros, one for each KV head of each decode.
+        also: what was brought along, int32.
     """
 
     positions: Tensor
@@ -48,6 +48,7 @@ class PagedBatch:
     shares: int
     partial: Tensor
     counters: Tensor
+    also: tuple[Tensor, ...] = ()
 
 
 def split_shares(sequences: int, kv_heads: int, longest: int, num_sms: int) -> int:
@@ -93,10 +94,11 @@ def plan_step(
     block_size: int,
     shape: AttentionShape,
     device: torch.device,
+    also: Sequence[Sequence[int]] = (),
 ) -> PagedBatch:
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
-    Rows of one token come first.
+    Rows of one token come first. `also`: numbers that travel in the same copy to the device.
     """
     from qtool.runtime.kernels.cuda.prefill import query_tiles
 
@@ -114,37 +116,61 @@ def plan_step(
         list(range(decodes, len(counts))), rows[decodes:].tolist(), list(starts[decodes:]), list(counts[decodes:])
     )
     arrays = [position.astype(np.int32), slot.astype(np.int32), table, np.array(tiles, dtype=np.int32).reshape(-1, 4)]
-    positions, slots, table_there, tiles_there = to_device(arrays, device)
+    arrays += [np.array(numbers, dtype=np.int32) for numbers in also]
+    positions, slots, table_there, tiles_there, *rest = to_device(arrays, device)
     shares = split_shares(decodes, shape.num_kv_heads, max(starts[:decodes], default=0) + 1, num_sms(device))
     partial, counters = scratch(decodes, shape, shares, device)
-    return PagedBatch(positions, slots, table_there, decodes, tiles_there if tiles else None, shares, partial, counters)
+    tiles_there = tiles_there if tiles else None
+    return PagedBatch(positions, slots, table_there, decodes, tiles_there, shares, partial, counters, tuple(rest))
 
 
-def _macros(shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool) -> dict[str, int]:
-    kind = 0 if cache.scales is None else 2 if cache.static else 1
+@dataclass(frozen=True)
+class _Setting:
+    """What the kernels are compiled for.
+
+    Attributes:
+        kv: as the macro KV of rotate.cuh: 0: 16 bits, 1: int8 with a scale a token and head, 2: with fixed scales.
+        block_size: tokens of a cache block.
+        normed: queries and keys are.
+    """
+
+    device: torch.device
+    shape: AttentionShape
+    dtype: torch.dtype
+    kv: int
+    block_size: int
+    normed: bool
+
+
+def _macros(setting: _Setting) -> dict[str, int]:
     return {
-        "BF16": int(dtype == torch.bfloat16),
-        "D": shape.head_dim,
-        "KV": kind,
-        "QK_NORM": int(normed),
+        "BF16": int(setting.dtype == torch.bfloat16),
+        "D": setting.shape.head_dim,
+        "KV": setting.kv,
+        "QK_NORM": int(setting.normed),
         "WEIGHT_BITS": 8,
     }
 
 
-def decode_macros(shape: AttentionShape, dtype: torch.dtype, cache: KVCache, *, normed: bool) -> Macros:
-    """All macros of decode_attention.cu."""
-    group, small = shape.num_heads // shape.num_kv_heads, shape.head_dim <= 128
-    return _macros(shape, dtype, cache, normed=normed) | {
+@functools.cache
+def _rotate_kernel(setting: _Setting) -> Kernel:
+    return load_kernel(setting.device, "rotate.cu", "rotate", _macros(setting))
+
+
+@functools.cache
+def _decode_kernel(setting: _Setting) -> tuple[Kernel, int]:
+    """The kernel and its bytes of dynamic shared memory."""
+    dim, group = setting.shape.head_dim, setting.shape.num_heads // setting.shape.num_kv_heads
+    small = dim <= 128
+    macros = _macros(setting) | {
         "G": group,
-        "BS": cache.values.shape[1],
-        "NT": 2 if cache.scales is not None and small and group <= 8 else 1,  # int8: as many bytes in flight
+        "BS": setting.block_size,
+        "NT": 2 if setting.kv and small and group <= 8 else 1,  # int8: as many bytes in flight
         "WARPS": WARPS,
         "MINB": _BLOCKS_PER_SM if small else 1,
     }
-
-
-def _shared_bytes(group: int, dim: int, warps: int) -> int:
-    return (16 if group > 8 else 8) * (dim + 32) * 2 + warps * group * dim * 4
+    size = (16 if group > 8 else 8) * (dim + 32) * 2 + WARPS * group * dim * 4
+    return load_kernel(setting.device, "decode_attention.cu", "decode_attention", macros, shared_limit=size), size
 
 
 def attend(
@@ -164,12 +190,13 @@ def attend(
     q_norm, k_norm = norms or (cos, cos)  # not read without norms
     scales = cache.values if cache.scales is None else cache.scales
     decodes, overlap = plan.num_decodes, has_clusters(qkv.device.index)
+    kv = 0 if cache.scales is None else 2 if cache.static else 1
+    setting = _Setting(qkv.device, shape, qkv.dtype, kv, cache.values.shape[1], norms is not None)
     if decodes:
-        macros = decode_macros(shape, qkv.dtype, cache, normed=norms is not None)
-        size = _shared_bytes(macros["G"], shape.head_dim, macros["WARPS"])
-        load_kernel(qkv.device, "decode_attention.cu", "decode_attention", macros, shared_limit=size).launch(
+        kernel, size = _decode_kernel(setting)
+        kernel.launch(
             (shape.num_kv_heads, plan.shares, decodes),
-            macros["WARPS"] * 32,
+            WARPS * 32,
             (qkv, q_norm, k_norm, cos, sin, cache.values, scales, plan.positions, plan.tables, out, plan.partial,
              plan.counters, plan.tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E, shape.eps),
             shared_bytes=size,
@@ -178,12 +205,12 @@ def attend(
     if plan.tiles is not None:
         from qtool.runtime.kernels.cuda.prefill import prefill_attention
 
-        rest = slice(decodes, None)
-        macros = _macros(shape, qkv.dtype, cache, normed=norms is not None)
-        load_kernel(qkv.device, "rotate.cu", "rotate", macros).launch(
-            (len(qkv) - decodes, 1, 1),
+        rows = (qkv, plan.positions, plan.slot_mapping)
+        mine, positions, slots = (t[decodes:] for t in rows) if decodes else rows
+        _rotate_kernel(setting).launch(
+            (len(mine), 1, 1),
             256,
-            (qkv[rest], q_norm, k_norm, cos, sin, cache.values, scales, plan.positions[rest], plan.slot_mapping[rest],
+            (mine, q_norm, k_norm, cos, sin, cache.values, scales, positions, slots,
              shape.num_heads, shape.num_kv_heads, shape.eps),
             overlap=overlap,
         )  # fmt: skip

@@ -87,8 +87,9 @@ def _plan(
     windows: frozenset[int | None],
     dtype: torch.dtype,
     device: torch.device,
+    also: Sequence[Sequence[int]] = (),
 ) -> PagedBatch:
-    return plan_step(starts, counts, tables, block_size=block_size, shape=shape, device=device)
+    return plan_step(starts, counts, tables, block_size=block_size, shape=shape, device=device, also=also)
 
 
 CUDA_OPS = LayerOps(True, _plan, _rotation, _norm_linear, attend, _silu_linear)

@@ -24,9 +24,9 @@ def greedy(logits: Tensor, out: Tensor) -> None:
     )
 
 
-def feed(given: Tensor, source: Tensor, sampled: Tensor) -> Tensor:
-    """Token ids [n] int32: given[i] where source[i] < 0, else sampled[source[i]]; all int32."""
-    tokens = torch.empty_like(given)
+def feed(given: Tensor, source: Tensor, sampled: Tensor, out: Tensor | None = None) -> Tensor:
+    """Token ids [n] int32, in `out` if given: given[i] where source[i] < 0, else sampled[source[i]]; all int32."""
+    tokens = torch.empty_like(given) if out is None else out
     load_kernel(given.device, "feed.cu", "feed", {"BF16": 0, "WEIGHT_BITS": 8}).launch(
         (-(-len(given) // _FEED_THREADS), 1, 1),
         _FEED_THREADS,

@@ -205,6 +205,23 @@ def test_ten_thousand_steps_in_a_tiny_cache(ahead: bool, host: int) -> None:
     assert core.stats().num_swaps >= swaps
 
 
+def test_the_last_request_to_end_finds_a_leak_without_looking_at_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _ = make_core(64, 8, 8, 2)
+
+    def walk(references: dict[int, int]) -> None:
+        raise AssertionError("a step walked over all blocks")
+
+    monkeypatch.setattr(core.kv.pool, "check_integrity", walk)
+    core.add_request(Request("well", [1, 2, 3], SamplingParams(max_tokens=2, temperature=0)))
+    while core.has_unfinished():
+        core.step()
+    core.kv.pool.allocate()
+    core.add_request(Request("leak", [1, 2, 3], SamplingParams(max_tokens=2, temperature=0)))
+    core.step()
+    with pytest.raises(RuntimeError, match="1 KV-cache blocks are in use while no request runs"):
+        core.step()
+
+
 def test_a_failing_step_ends_its_own_requests_alone() -> None:
     core, executor = make_core(64, 8, 8, 1)
     first = Request("first", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0))

@@ -27,8 +27,10 @@ def generate(folder: Path, params: SamplingParams, *, graphs: bool, **limits: An
     assert runner.runs_ahead
     assert runner.graphs is not None
     assert runner.graphs.sizes == [1, 2, 4, 5]
+    assert runner.prompt_graphs is not None
+    assert runner.prompt_graphs.sizes == [16, 32, 64]
     if not graphs:
-        runner.graphs = None
+        runner.graphs = runner.prompt_graphs = None
         llm.engine._core._run_ahead = False
     found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
     assert llm.engine.stats().kv_blocks_used == 0

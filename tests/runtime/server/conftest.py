@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,8 +25,20 @@ from qtool.runtime.engine.params import (
     TokenLogprobs,
 )
 from qtool.runtime.executor.structured_output import GrammarCompiler
-from qtool.runtime.server.app import create_app
-from qtool.runtime.server.launch import bind, url_of
+
+MISSING = [name for name in ("fastapi", "uvicorn", "httpx", "openai") if util.find_spec(name) is None]
+
+
+class Skipped(pytest.Module):
+    """A test file of this folder where the server's packages are missing: the engine runs without them."""
+
+    def collect(self) -> Any:
+        pytest.skip(f"not installed: {', '.join(MISSING)}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return Skipped.from_parent(parent, path=module_path) if MISSING else None
+
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -147,6 +159,11 @@ class ScriptedEngine:
 @contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[str]:
     """A uvicorn server in a thread of its own around the engine; gives its base URL."""
+    import uvicorn
+
+    from qtool.runtime.server.app import create_app
+    from qtool.runtime.server.launch import bind, url_of
+
     listener = bind("127.0.0.1", 0)
     app = create_app(engine, **({"model_name": "tiny"} | options))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=10))
@@ -171,6 +188,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def metric(url: str, name: str) -> float:
     """One sample of /metrics by its full name with labels, 0 where it is absent."""
+    import httpx
+
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         if line.startswith(name + " "):
             return float(line.rsplit(" ", 1)[1])

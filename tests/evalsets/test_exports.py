@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jsonschema
 import pytest
 
 from qtool.evalsets import exports
@@ -19,6 +18,8 @@ from qtool.evalsets.gate import KL, Thresholds
 from qtool.evalsets.ranking import ranked, ranking, worst_verdict
 from qtool.evalsets.report import html, write_reports
 from qtool.evalsets.statistics import Verdict
+
+jsonschema = pytest.importorskip("jsonschema")
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
-import regex
 import torch
 
 from qtool.quant.errors import QtoolError
@@ -20,6 +18,10 @@ from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
 from qtool.runtime.executor.sampler import SamplingRow, sample
 from qtool.runtime.executor.structured_output import GrammarCompiler, GrammarMatcher, token_masks
 from qtool.runtime.llm import LLM
+
+jsonschema = pytest.importorskip("jsonschema")
+regex = pytest.importorskip("regex")
+pytest.importorskip("llguidance")
 
 SCHEMAS = [
     {

@@ -106,7 +106,15 @@ def plan_memory(
             block_size=wishes.block_size,
         )
         graphs = sum(
-            graph_bytes(memory, model, wishes.max_num_seqs, wishes.length, wishes.block_size) for model in models
+            graph_bytes(
+                memory,
+                model,
+                max_num_seqs=wishes.max_num_seqs,
+                max_num_batched_tokens=wishes.max_num_batched_tokens,
+                max_model_len=wishes.length,
+                block_size=wishes.block_size,
+            )
+            for model in models
         )
         if wishes.kv_cache_memory is not None:
             limit = max(limit, min(memory.total(), weights + memory.free()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import psutil
@@ -12,6 +12,7 @@ import torch
 from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.engine.request import Request, ScheduledRequest
 from qtool.runtime.executor.model_runner import ModelRunner
+from qtool.runtime.executor.prompt_graphs import token_counts
 from qtool.runtime.models.decoder import Decoder
 
 
@@ -134,22 +135,31 @@ def profile_step(
     return peak, (time.perf_counter() - began) / works[-1].num_tokens
 
 
-def graph_bytes(memory: DeviceMemory, model: Decoder, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Bytes of all CUDA graphs: the two largest are captured over a cache of one block, and thrown away. The first
-    brings the memory pool that all share, the second stands for each of the others. 0 where there are no graphs."""
+def graph_bytes(
+    memory: DeviceMemory,
+    model: Decoder,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_size: int,
+) -> int:
+    """Bytes of all CUDA graphs, of decodes and of steps with prompts: the two largest of each kind are captured over a
+    cache of one block, and thrown away. The first brings the memory pool that all of its kind share, the second stands
+    for each of the others. 0 where there are no graphs."""
     runner = ModelRunner(model, num_blocks=1, block_size=block_size)
     if not runner.runs_ahead:
         return 0
     from qtool.runtime.executor.decode_graphs import graph_sizes
 
-    sizes = graph_sizes(max_num_seqs)
-    before = memory.used()
-    runner.prepare(max_num_seqs, max_model_len, sizes=sizes[:1])
-    first = memory.used() - before
-    if len(sizes) == 1:
-        return first
-    runner.graphs = None
-    before = memory.used()
-    runner.prepare(max_num_seqs, max_model_len, sizes=sizes[:2])
-    both = memory.used() - before
-    return first + max(0, both - first) * (len(sizes) - 1)
+    def captured(sizes: Sequence[int], prompt_sizes: Sequence[int]) -> int:
+        runner.graphs = runner.prompt_graphs = None
+        before = memory.used()
+        runner.prepare(max_num_seqs, max_model_len, sizes=sizes, prompt_sizes=prompt_sizes)
+        return memory.used() - before
+
+    sizes, counts = graph_sizes(max_num_seqs), token_counts(max_num_batched_tokens)
+    first = captured(sizes[:1], counts[:1])
+    decode = captured(sizes[:2], counts[:1]) - first
+    prompt = captured(sizes[:1], counts[:2]) - first
+    return first + max(0, decode) * (len(sizes) - 1) + max(0, prompt) * (len(counts) - 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qtool.runtime.engine.params import TokenLogprobs
+from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.engine.swap import BlockCopy, SwapCosts
 from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
@@ -139,6 +139,18 @@ class ModelRunner:
             )
             counts = token_counts(max_num_batched_tokens) if prompt_sizes is None else prompt_sizes
             self.prompt_graphs = PromptGraphs(self.model, self.caches, self.ops, counts) if counts else None
+        self._rehearse(max_num_seqs)
+
+    def _rehearse(self, max_num_seqs: int) -> None:
+        """A step of a prompt alone and one beside a decode, so that no request waits for what is compiled at first use.
+
+        They write to the first KV block, which nobody owns yet.
+        """
+        request = Request("rehearsal", [0, 0], SamplingParams(max_tokens=1, temperature=0.0))
+        prompt = ScheduledRequest(request, 0, 2, [0], sample=True)
+        decode = ScheduledRequest(request, 1, 1, [0], sample=True)
+        for batch in ([prompt], [decode, prompt][:max_num_seqs]):
+            self.collect(self.submit(batch))
 
     @torch.inference_mode()
     def open_swap_space(self, num_blocks: int, prefill_s: float | None) -> SwapCosts:

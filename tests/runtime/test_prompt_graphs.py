@@ -56,7 +56,7 @@ def compare(device: str, mode: str, kv: Any, dtype: torch.dtype, tolerance: floa
         for cache in runner.caches:
             fill(cache, SENTINEL)
     recorder = repeating if device == "cpu" else None
-    graphs = PromptGraphs(model, runners[0].caches, runners[0].ops, most=320, recorder=recorder)
+    graphs = PromptGraphs(model, runners[0].caches, runners[0].ops, token_counts(320), recorder)
     assert graphs.sizes == [16, 32, 64, 96, 128, 192, 256, 320]
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     tables = [[order.pop() for _ in range(n)] for n in (4, 11, 2)]
@@ -140,14 +140,15 @@ def test_graphs_hold_no_memory_for_each_layer() -> None:
         runner = ModelRunner(model, num_blocks=4, block_size=BLOCK)
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()
-        graphs = PromptGraphs(model, runner.caches, runner.ops, most=2048)
+        graphs = PromptGraphs(model, runner.caches, runner.ops, token_counts(2048))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         taken.append(torch.cuda.memory_reserved() - before)
         assert graphs.sizes[-1] == 2048
         del graphs, runner, model
         torch.cuda.empty_cache()
-    assert taken[1] <= taken[0] + (4 << 20), taken
+    # kept, the hidden states of six more layers would take 57 MB over all sizes, and queries, keys and values 113
+    assert taken[1] <= taken[0] + (20 << 20), taken
 
 
 def test_counts_of_tokens_reach_the_limit_and_no_further() -> None:

@@ -120,8 +120,8 @@ def plan_step(
     positions, slots, table_there, tiles_there, *rest = to_device(arrays, device)
     shares = split_shares(decodes, shape.num_kv_heads, max(starts[:decodes], default=0) + 1, num_sms(device))
     partial, counters = scratch(decodes, shape, shares, device)
-    tiles_there = tiles_there if tiles else None
-    return PagedBatch(positions, slots, table_there, decodes, tiles_there, shares, partial, counters, tuple(rest))
+    prompts = tiles_there if tiles else None
+    return PagedBatch(positions, slots, table_there, decodes, prompts, shares, partial, counters, tuple(rest))
 
 
 @dataclass(frozen=True)

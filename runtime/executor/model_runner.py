@@ -20,6 +20,7 @@ from qtool.runtime.executor.host_cache import HostCache
 from qtool.runtime.executor.prompt_graphs import MOST_TOKENS, PromptGraphs, token_counts
 from qtool.runtime.executor.rejection import SampleRows, Verified, draft_rows, verify
 from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs
+from qtool.runtime.kernels.attention import SHORT
 from qtool.runtime.kernels.dispatch import layer_ops
 from qtool.runtime.kernels.kv_cache import kv_bytes_per_token, make_kv_cache
 from qtool.runtime.kernels.layer_ops import StepPlan
@@ -379,8 +380,14 @@ class ModelRunner:
 
 
 def _row_order(batch: Sequence[ScheduledRequest]) -> list[int]:
-    """Pieces of one token first, in ascending order of their context: what LayerOps.plan wants."""
-    return sorted(range(len(batch)), key=lambda i: (batch[i].num_tokens > 1, batch[i].start))
+    """Pieces of one token first, then the drafts by their length, each in ascending order of their context, then the
+    prompts: what LayerOps.plan wants."""
+
+    def place(work: ScheduledRequest) -> tuple[int, int]:
+        short = work.num_tokens == 1 or (work.start > 0 and work.num_tokens <= SHORT)
+        return work.num_tokens if short else SHORT + 1, work.start
+
+    return sorted(range(len(batch)), key=lambda i: place(batch[i]))
 
 
 def _sampling_rows(works: Sequence[ScheduledRequest]) -> list[SamplingRow]:

@@ -1,13 +1,13 @@
 """Attention over the paged KV cache, in torch, on any device.
 
-One cache per layer (kv_cache.py). A step's tokens are laid out flat: first the rows that compute one token each
-(decodes), sorted by context length and cut into groups of similar length, then the longer chunks (prefills), one after
-another.
+One cache per layer (kv_cache.py). A step's tokens are laid out flat: first the sequences that compute one token each
+(decodes), then those that compute a few after their context (drafts to verify), both sorted by context length and cut
+into groups of similar length, then the longer chunks (prefills), one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from qtool.runtime.kernels.kv_cache import KVCache
 
+# Chunks of up to so many tokens with context before them attend together where they are equally long.
+SHORT = 17
 # A group's padding may cost this many tokens of attention before a second call is cheaper.
 MAX_PADDING = 512
 # Chunks with context before them attend in slices of this many queries, so that a mask stays small.
@@ -27,12 +29,13 @@ Masks = Mapping[int | None, Tensor | None]
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Rows `rows` of the step, one query each, over gathered blocks [len(rows) * blocks per row]."""
+    """Rows `rows` of the step, `count` of each sequence, over gathered blocks [sequences * blocks per sequence]."""
 
     rows: slice
+    count: int
     block_ids: Tensor
-    length: int  # keys per row, padded
-    masks: Masks  # each [rows, 1, 1, length]
+    length: int  # keys per sequence, padded
+    masks: Masks  # each [sequences, 1, count * query heads of a KV head, length]; that 1 where count is 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,27 @@ def group_by_length(lengths: Sequence[int], max_padding: int = MAX_PADDING) -> l
     return runs[::-1]
 
 
+def _alike(starts: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
+    """Lengths of the runs of sequences at the front that can attend together: as many tokens, starts ascending."""
+    size = 0
+    for i, (start, count) in enumerate(zip(starts, counts)):
+        if count > 1 and (count > SHORT or start == 0):
+            break
+        if size and (counts[i - 1] != count or (starts[i - 1] > start and count > 1)):
+            yield size
+            size = 0
+        size += 1
+    if size:
+        yield size
+
+
+def _visible(query: Tensor, length: int, window: int | None) -> Tensor:
+    """Which keys [length] each query position [rows, 1] sees."""
+    key = torch.arange(length, device=query.device)
+    allowed = key <= query
+    return allowed if window is None else allowed & (key > query - window)
+
+
 def _blocked(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """True → 0, False → -inf."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
@@ -87,11 +111,14 @@ def plan_attention(
     device: torch.device,
     also: Sequence[Sequence[int]] = (),
     apart: bool = False,
+    heads_per_key: int = 1,
 ) -> AttentionBatch:
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
     Rows of one token come first, in ascending order of `starts`; in any order where they stay `apart`, each a group of
-    its own, so that nothing of a row's attention depends on the others. `also`: numbers that are wanted on the device.
+    its own, so that nothing of a row's attention depends on the others. Short chunks after a context come next, best
+    in ascending order of their length and start. `heads_per_key`: query heads of a KV head. `also`: numbers that are
+    wanted on the device.
     """
     positions: list[int] = []
     slots: list[int] = []
@@ -100,29 +127,30 @@ def plan_attention(
         positions.extend(span)
         slots.extend([table[p // block_size] * block_size + p % block_size for p in span])
     position = torch.tensor(positions, dtype=torch.long, device=device)
-    singles = sum(1 for c in counts if c == 1)
     decodes = []
-    groups = [slice(i, i + 1) for i in range(singles)] if apart else group_by_length(starts[:singles])
-    for rows in groups:
-        blocks = (starts[rows.stop - 1] + block_size) // block_size
-        ids = [b for table in tables[rows] for b in (*table[:blocks], *[table[0]] * (blocks - len(table)))]
-        alone = rows.stop - rows.start == 1
-        length = starts[rows.start] + 1 if alone else blocks * block_size
-        masks: dict[int | None, Tensor | None] = {}
-        for window in windows:
-            if alone and (window is None or length <= window):
-                masks[window] = None
-                continue
-            key = torch.arange(length, device=device)
-            query = position[rows, None]
-            allowed = key <= query
-            if window is not None:
-                allowed &= key > query - window
-            masks[window] = _blocked(allowed, dtype)[:, None, None]
-        decodes.append(DecodeGroup(rows, torch.tensor(ids, device=device), length, masks))
+    row = first = 0
+    for size in _alike(starts, counts):
+        some = slice(first, first + size)
+        count, ends = counts[first], [start + counts[first] for start in starts[some]]
+        for part in [slice(i, i + 1) for i in range(size)] if apart else group_by_length(ends):
+            own = slice(first + part.start, first + part.stop)
+            rows = slice(row + part.start * count, row + part.stop * count)
+            blocks = -(-ends[part.stop - 1] // block_size)
+            ids = [b for table in tables[own] for b in (*table[:blocks], *[table[0]] * (blocks - len(table)))]
+            alone = part.stop - part.start == 1
+            length = ends[part.start] if alone else blocks * block_size
+            masks: dict[int | None, Tensor | None] = {}
+            for window in windows:
+                if alone and count == 1 and (window is None or length <= window):
+                    masks[window] = None
+                    continue
+                mask = _blocked(_visible(position[rows, None], length, window), dtype).view(-1, 1, count, length)
+                masks[window] = mask if count == 1 else mask.repeat_interleave(heads_per_key, dim=2)
+            decodes.append(DecodeGroup(rows, count, torch.tensor(ids, device=device), length, masks))
+        row += size * count
+        first += size
     prefills = []
-    row = singles
-    for start, count, table in zip(starts[singles:], counts[singles:], tables[singles:]):
+    for start, count, table in zip(starts[first:], counts[first:], tables[first:]):
         length = start + count
         rows = slice(row, row + count)
         row += count
@@ -134,12 +162,7 @@ def plan_attention(
             if start == 0 and (window is None or length <= window):
                 masks[window] = None
                 continue
-            key = torch.arange(length, device=device)
-            query = position[rows, None]
-            allowed = key <= query
-            if window is not None:
-                allowed &= key > query - window
-            masks[window] = _blocked(allowed, dtype)
+            masks[window] = _blocked(_visible(position[rows, None], length, window), dtype)
         prefills.append(Prefill(rows, used, length, masks))
     brought = tuple(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in also)
     slot = torch.tensor(slots, dtype=torch.long, device=device)
@@ -163,12 +186,14 @@ def paged_attention(
     kv_heads = kv.shape[1] // 2
     out = torch.empty_like(q)
     for group in batch.decodes:
-        rows = group.rows.stop - group.rows.start
-        keys, values = cache.gather(group.block_ids, rows, group.length, q.dtype)
-        # The query heads of one KV head see the same keys: they stand in for the query positions.
-        query = q[group.rows].view(rows, kv_heads, heads // kv_heads, dim)
+        count = group.count
+        sequences = (group.rows.stop - group.rows.start) // count
+        keys, values = cache.gather(group.block_ids, sequences, group.length, q.dtype)
+        # The query heads of one KV head see the same keys: they stand in for query positions.
+        query = q[group.rows].view(sequences, count, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
         found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
-        out[group.rows] = found.reshape(rows, heads, dim)
+        found = found.view(sequences, kv_heads, count, heads // kv_heads, dim).transpose(1, 2)
+        out[group.rows] = found.reshape(sequences * count, heads, dim)
     for prefill in batch.prefills:
         query = q[prefill.rows].transpose(0, 1)[None]
         if prefill.block_ids is None:

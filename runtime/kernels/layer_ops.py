@@ -49,8 +49,8 @@ class StepPlan(Protocol):
 class PlanFn(Protocol):
     """Lay out a step: row i computes tokens starts[i] .. starts[i] + counts[i] - 1 of the sequence in tables[i].
 
-    Rows of one token come first, in ascending order of `starts`. `windows`: those that the model's layers have. `also`:
-    numbers that are wanted on the device too, in the same copy.
+    Rows of one token come first, in ascending order of `starts`, then best by length and start. `windows`: those that
+    the model's layers have. `also`: numbers that are wanted on the device too, in the same copy.
     """
 
     def __call__(
@@ -135,7 +135,15 @@ def _plan(
     also: Sequence[Sequence[int]] = (),
 ) -> AttentionBatch:
     return plan_attention(
-        starts, counts, tables, block_size=block_size, windows=windows, dtype=dtype, device=device, also=also
+        starts,
+        counts,
+        tables,
+        block_size=block_size,
+        windows=windows,
+        dtype=dtype,
+        device=device,
+        also=also,
+        heads_per_key=shape.num_heads // shape.num_kv_heads,
     )
 
 

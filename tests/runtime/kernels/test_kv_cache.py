@@ -51,19 +51,27 @@ def reference(q: Tensor, kv: Tensor, window: int | None, dtype: torch.dtype = to
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("mode", MODES)
 def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, window: int | None) -> None:
-    """Decodes of two lengths, a chunk with context before it, and a chunk without: in one step."""
+    """Decodes of two lengths, drafts of two, a chunk with context before it, and a chunk without: in one step."""
     torch.manual_seed(3)
-    cache = new_cache(mode)
-    contexts, counts = [4, 21, 0, 13], [1, 1, 7, 10]
-    tables = [[3], [9, 1, 6], [2], [5, 0, 11]]
+    cache = new_cache(mode, num_blocks=24)
+    contexts, counts = [4, 21, 3, 14, 2, 0, 13], [1, 1, 5, 5, 3, 7, 10]
+    tables = [[3], [9, 1, 6], [12], [13, 4, 14], [15], [2], [5, 0, 11]]
     kv = [torch.randn(start + count, 2 * KV_HEADS, DIM) for start, count in zip(contexts, counts)]
     read = []  # as the cache hands them back
     for tokens, start, table in zip(kv, contexts, tables):
         slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start)], dtype=torch.long)
         read.append(cache.write(tokens[:start], slots))
     plan = plan_attention(
-        contexts, counts, tables, block_size=BLOCK, windows=frozenset([window]), dtype=torch.float32, device=CPU
+        contexts,
+        counts,
+        tables,
+        block_size=BLOCK,
+        windows=frozenset([window]),
+        dtype=torch.float32,
+        device=CPU,
+        heads_per_key=HEADS // KV_HEADS,
     )
+    assert [group.count for group in plan.decodes] == [1, 5, 3]
     q = torch.randn(sum(counts), HEADS, DIM)
     now = cache.write(torch.cat([t[s:] for t, s in zip(kv, contexts)]), plan.slot_mapping)
     found = paged_attention(q, now, cache, plan, scale=DIM**-0.5, window=window).double()

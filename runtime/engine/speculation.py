@@ -25,7 +25,8 @@ RAISE, LOWER = 0.8, 0.5
 MARGIN = 1.05  # what a draft must be worth, over its cost
 PRIOR = 0.6  # acceptance, before any was seen
 MEMORY = 0.9  # of a request's acceptance, for each draft looked at
-ENGINE_MEMORY = 0.98
+ENGINE_MEMORY = 0.95
+WEIGHT = 3.0  # drafts that the other requests' acceptance counts as
 RELAX = 0.02  # how far each new request lets the engine's acceptance go back to the prior
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens; doubled each time that a trial after a pause fails
 REFRESH = 50  # steps with drafts between two without, so that these stay measured
@@ -144,10 +145,12 @@ def worthwhile(acceptance: float, cost: float, most: int) -> int:
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of one request: its acceptance, its K, and how long it sits out."""
+    """What is known of one request: its drafts looked at and accepted, the older the less, its K, and how long it sits
+    out."""
 
-    acceptance: float
     count: int
+    looked: float = 0.0
+    accepted: float = 0.0
     resume_at: int = 0
     pause: int = FIRST_PAUSE
     trial: bool = False
@@ -176,6 +179,7 @@ class Speculator:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.num_verified_tokens = 0  # those after one that was refused are not
         self._fixed = fixed
         self._paces: dict[Request, _Pace] = {}
         self._drift: dict[int, _Drift] = {}
@@ -207,26 +211,31 @@ class Speculator:
         pace = self._paces.get(request)
         if pace is None:
             self.acceptance += RELAX * (PRIOR - self.acceptance)
-            pace = self._paces[request] = _Pace(self.acceptance, self._fixed or FIRST)
+            pace = self._paces[request] = _Pace(self._fixed or FIRST)
         if request.num_tokens < pace.resume_at:
             return 0
+        acceptance = self._chance(pace)
         if pace.trial:
             count = 1
         elif self._fixed is not None:
-            count = self._fixed if expected(pace.acceptance, self._fixed) > self._fixed * cost * MARGIN else 0
+            count = self._fixed if expected(acceptance, self._fixed) > self._fixed * cost * MARGIN else 0
         else:
-            count = worthwhile(pace.acceptance, cost, pace.count)
+            count = worthwhile(acceptance, cost, pace.count)
         if count == 0:
             self._sit_out(request, pace)
             return 0
         count = min(count, room)
         lag = request.num_tokens - self.proposer.num_known(request) - MOST
         if lag > 0:  # the proposer has to read the context first: will there be output enough to make it good?
-            accepted = expected(pace.acceptance, count)
+            accepted = expected(acceptance, count)
             steps = min(room, self._length) / (1 + accepted)
             if lag * self.costs.catch_up > (accepted - count * cost) * each * steps:
                 return 0
         return count
+
+    def _chance(self, pace: _Pace) -> float:
+        """That a request's next draft is accepted: by what became of its own, and of the others' while it has few."""
+        return (pace.accepted + WEIGHT * self.acceptance) / (pace.looked + WEIGHT)
 
     @staticmethod
     def _sit_out(request: Request, pace: _Pace) -> None:
@@ -240,7 +249,7 @@ class Speculator:
         drift = self._drift.setdefault(_bucket(batch), _Drift())
         if drift.since_plain >= REFRESH:
             return False
-        gained = self._found * sum(expected(self._paces[r].acceptance, k) for r, k in wanted.items())
+        gained = self._found * sum(expected(self._chance(self._paces[r]), k) for r, k in wanted.items())
         plain = self.costs.at(self.costs.plain, batch)
         took = self._predict(batch, len(wanted), max(wanted.values()), self._found * sum(wanted.values()))
         return (1 + gained / batch) * plain * drift.plain > took * drift.drafted
@@ -283,14 +292,13 @@ class Speculator:
             return  # a step with prompts in it says nothing of decodes
         drift = self._drift.setdefault(_bucket(batch), _Drift())
         if not proposed:
-            seen = seconds / self.costs.at(self.costs.plain, batch)
-            drift.plain += 0.25 * (seen - drift.plain)
-            drift.drafted += 0.01 * (drift.plain - drift.drafted)  # so that it is tried again some time
+            drift.plain = _toward(drift.plain, seconds / self.costs.at(self.costs.plain, batch), 0.25)
+            drift.drafted += 0.02 * (drift.plain - drift.drafted)  # so that it is tried again some time
             drift.since_plain = 0
         else:
             drafting = sum(k > 0 for k in counts)
             expect = self._predict(batch, drafting, max(counts), sum(counts))
-            drift.drafted += 0.1 * ((seconds - self.proposer.setup_seconds) / expect - drift.drafted)
+            drift.drafted = _toward(drift.drafted, (seconds - self.proposer.setup_seconds) / expect, 0.1)
             drift.since_plain += 1
 
     def _learn(self, request: Request, drafted: int, accepted: int) -> None:
@@ -298,23 +306,27 @@ class Speculator:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         looked = min(accepted + 1, drafted)  # those after the first that is refused were not looked at
+        self.num_verified_tokens += looked
         share = accepted / looked
         self.acceptance += (1 - ENGINE_MEMORY**looked) * (share - self.acceptance)
         pace = self._paces.get(request)
         if pace is None:
             return
+        for right in (True,) * accepted + (False,) * (looked - accepted):
+            pace.looked = MEMORY * pace.looked + 1
+            pace.accepted = MEMORY * pace.accepted + right
         if pace.trial:
             pace.trial = False
             if accepted:
-                pace.acceptance, pace.pause, pace.count = max(pace.acceptance, LOWER), FIRST_PAUSE, self._fixed or 1
+                pace.pause, pace.count = FIRST_PAUSE, self._fixed or 1
+                pace.looked = pace.accepted = 1.0  # what was before it is over
             else:
                 self._sit_out(request, pace)
-            return
-        pace.acceptance += (1 - MEMORY**looked) * (share - pace.acceptance)
-        if self._fixed is None:
-            if pace.acceptance > RAISE and drafted >= pace.count:
+        elif self._fixed is None:
+            acceptance = self._chance(pace)
+            if acceptance > RAISE and drafted >= pace.count:
                 pace.count = min(pace.count + 1, MOST)
-            elif pace.acceptance < LOWER:
+            elif acceptance < LOWER:
                 pace.count = max(pace.count - 1, 1)
 
     def forget(self, request: Request) -> None:
@@ -330,6 +342,11 @@ def _in_form(request: Request, draft: Draft) -> Draft:
     if request.matcher is None or draft.probs is not None:
         return draft
     return Draft(draft.token_ids[: request.matcher.count_permitted(draft.token_ids)])
+
+
+def _toward(mean: float, seen: float, share: float) -> float:
+    """A running mean; one measurement far above it (the machine was busy) counts no more than twice the mean."""
+    return mean + share * (min(seen, 2 * mean) - mean)
 
 
 def _bucket(batch: int) -> int:

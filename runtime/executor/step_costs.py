@@ -16,8 +16,7 @@ CONTEXT = 256  # tokens before them
 CHUNK = 128  # tokens of a new context
 SECONDS = 2.0  # after which no more than ENOUGH sequences are measured
 ENOUGH = 16
-REPEATS = 3
-SLOW = 0.1  # seconds: a step that takes longer is measured once
+LEAST, MOST, EACH = 2, 6, 0.5  # rounds for a number of sequences: so many, until this many seconds have passed
 
 
 def measure_step_costs(
@@ -29,38 +28,39 @@ def measure_step_costs(
     plain: list[float] = []
     verify: list[float] = []
     propose: list[float] = []
-    spent = 0.0
+    began = time.perf_counter()
     for count in BATCHES:
-        if count > max_num_seqs or (count > ENOUGH and spent > SECONDS):
+        if count > max_num_seqs or (count > ENOUGH and time.perf_counter() - began > SECONDS):
             break
-        began = time.perf_counter()
-        one = _seconds(runner, count, context, 1, num_blocks)
-        more = _seconds(runner, count, context, 1 + DRAFTS, num_blocks)
+        steps = [(runner, context, 1), (runner, context, 1 + DRAFTS)]
+        steps += [] if draft is None else [(draft, context, 1)]
+        one, more, *drafted = _seconds(steps, count, num_blocks)
         batch.append(count)
         plain.append(one)
         verify.append(max(more - one, 0.0) / DRAFTS)
-        propose.append(0.0 if draft is None else _seconds(draft, count, context, 1, num_blocks))
-        spent += time.perf_counter() - began
+        propose.append(drafted[0] if drafted else 0.0)
     catch_up = 0.0
     if draft is not None:
         chunk = max(1, min(CHUNK, max_model_len - 1))
-        catch_up = _seconds(draft, 1, 0, chunk, num_blocks) / chunk
+        catch_up = _seconds([(draft, 0, chunk)], 1, num_blocks)[0] / chunk
     return StepCosts(tuple(batch), tuple(plain), tuple(verify), tuple(propose), catch_up)
 
 
-def _seconds(runner: ModelRunner, count: int, start: int, tokens: int, num_blocks: int) -> float:
-    """The quickest of some steps of `count` sequences with `tokens` tokens each."""
-    works = _works(count, start, tokens, runner.block_size, num_blocks)
-
-    def once() -> float:
-        began = time.perf_counter()
-        runner.collect(runner.submit(works))
-        return time.perf_counter() - began
-
-    first = once()
-    if first > SLOW and count > 1:
-        return first
-    return min(once() for _ in range(REPEATS))
+def _seconds(steps: Sequence[tuple[ModelRunner, int, int]], count: int, num_blocks: int) -> list[float]:
+    """For each of (runner, context, tokens), the quickest of some steps of `count` sequences. They take turns, so that
+    what else the machine does falls on all of them."""
+    works = [_works(count, start, tokens, runner.block_size, num_blocks) for runner, start, tokens in steps]
+    best = [float("inf")] * len(steps)
+    began = time.perf_counter()
+    for turn in range(1 + MOST):
+        for i, (runner, _, _) in enumerate(steps):
+            at = time.perf_counter()
+            runner.collect(runner.submit(works[i]))
+            if turn or count > 1:  # the very first compiles and allocates
+                best[i] = min(best[i], time.perf_counter() - at)
+        if turn + 1 >= LEAST and time.perf_counter() - began > EACH:
+            break
+    return best
 
 
 def _works(count: int, start: int, tokens: int, block_size: int, num_blocks: int) -> Sequence[ScheduledRequest]:

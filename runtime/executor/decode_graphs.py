@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from qtool.runtime.executor.decode_inputs import DecodeInputs
 from qtool.runtime.executor.graph_capture import largest_first
 from qtool.runtime.kernels.cuda.attention import PagedBatch, num_sms, scratch, split_shares
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.kv_cache import KVCache
 from qtool.runtime.kernels.layer_ops import LayerOps
 from qtool.runtime.models.decoder import Decoder
-
-_TURNS = 2  # host buffers: one is filled while the device still reads the other
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -36,15 +34,6 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     plan: PagedBatch  # what the graph reads and writes stays allocated
     logits: Tensor  # [size, vocab_size] in the model's dtype
-
-
-@dataclass(frozen=True)
-class _HostRows:
-    """Inputs of one step on the host, pinned. `given`, `source`, `positions` are the rows of `head`."""
-
-    head: Tensor  # [3, most] int32
-    tables: Tensor  # [most, blocks] int32
-    held: list[tuple[Sequence[int], int]]  # the table, and how much of it, that a row of `tables` holds
 
 
 class DecodeGraphs:
@@ -69,20 +58,10 @@ class DecodeGraphs:
         sizes: Sequence[int] | None = None,
     ) -> None:
         self._model, self._caches, self._ops, self._sampled = model, caches, ops, sampled
-        device = sampled.device
-        self._head = torch.zeros(3, max_num_seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self._hosts = [
-            _HostRows(
-                torch.zeros(3, max_num_seqs, dtype=torch.int32, pin_memory=True),
-                torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=True),
-                [((), 0)] * max_num_seqs,
-            )
-            for _ in range(_TURNS)
-        ]
-        self._turn = 0
+        self._inputs = DecodeInputs(max_num_seqs, max_blocks, sampled.device)
         self._longest = max_blocks * caches[0].values.shape[1]
-        self._graphs = self._capture_all(list(sizes or graph_sizes(max_num_seqs)))
+        # captured over rows of padding, which read nothing from the cache and write nothing
+        self._graphs = largest_first(list(sizes or graph_sizes(max_num_seqs)), self._capture, "sequences")
 
     @property
     def sizes(self) -> list[int]:
@@ -92,21 +71,18 @@ class DecodeGraphs:
     def fits(self, count: int) -> bool:
         return bool(self._graphs) and count <= max(self._graphs)
 
-    def _capture_all(self, sizes: list[int]) -> dict[int, _Captured]:
-        self._head[2].fill_(-1)  # rows without a sequence: nothing is read from the cache, and nothing written
-        return largest_first(sizes, self._capture, "sequences")
-
     def _capture(self, size: int, pool: Any) -> _Captured:
         model, shape = self._model, self._model.attention_shape
         device = self._sampled.device
         shares = split_shares(size, shape.num_kv_heads, self._longest, num_sms(device))
         partial, counters = scratch(size, shape, shares, device)
-        positions = self._head[2, :size]
-        plan = PagedBatch(positions, positions, self._tables[:size], size, None, shares, partial, counters)
+        inputs = self._inputs
+        given, sources, positions = (t[:size] for t in (inputs.given, inputs.sources, inputs.positions))
+        plan = PagedBatch(positions, positions, inputs.tables[:size], size, None, shares, partial, counters)
 
         def step() -> Tensor:
-            tokens = feed(self._head[0, :size], self._head[1, :size], self._sampled)
-            logits = model.logits(model.forward(tokens, plan, self._caches, self._ops), self._ops)
+            tokens = feed(given, sources, self._sampled)
+            logits = model.all_logits(tokens, plan, self._caches, self._ops)
             greedy(logits, self._sampled[:size])
             return logits
 
@@ -141,19 +117,7 @@ class DecodeGraphs:
         """
         count = len(tokens)
         size = min(s for s in self._graphs if s >= count)
-        host = self._hosts[self._turn]
-        self._turn = (self._turn + 1) % _TURNS
-        head = host.head.numpy()
-        head[0, :count], head[1, :count], head[2, :count] = tokens, sources, positions
-        head[1, count:size], head[2, count:size] = -1, -1
-        rows: np.ndarray = host.tables.numpy()
-        for i, table in enumerate(tables):
-            length, (held, held_length) = len(table), host.held[i]
-            if held is not table or held_length != length:
-                rows[i, :length] = table
-                host.held[i] = (table, length)
-        self._head.copy_(host.head, non_blocking=True)
-        self._tables[:count].copy_(host.tables[:count], non_blocking=True)
+        self._inputs.put(tokens, sources, positions, tables, size)
         captured = self._graphs[size]
         captured.graph.replay()
         return captured.logits[:count]

@@ -79,12 +79,24 @@ class Decoder:
 
         `plan` is `ops`'s own layout of the step.
         """
+        delta, hidden = self._run(token_ids, plan, caches, ops)
+        return hidden + delta
+
+    def all_logits(self, token_ids: Tensor, plan: StepPlan, caches: Sequence[KVCache], ops: LayerOps) -> Tensor:
+        """`logits` of all of `forward`, with the last sum and the norm after it in one."""
+        delta, hidden = self._run(token_ids, plan, caches, ops)
+        return ops.norm_linear(hidden, delta, self.norm, self.config.rms_norm_eps, self.head)[0]
+
+    def _run(
+        self, token_ids: Tensor, plan: StepPlan, caches: Sequence[KVCache], ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """All layers: token ids → what the residual stream still lacks, and the stream."""
         rotation = ops.rotation(self.cos, self.sin, plan)
         qkv, hidden = self.enter(token_ids, ops)
         for index, cache in enumerate(caches):
             attended = self.attend(index, qkv, rotation, cache, plan, ops)
-            qkv, hidden = self.advance(index, attended, hidden, ops)
-        return hidden
+            qkv, hidden = self._next_qkv(index, attended, hidden, ops)
+        return qkv, hidden
 
     def enter(self, token_ids: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """Up to the first attention: token ids → its queries, keys and values, and the residual stream."""
@@ -110,12 +122,19 @@ class Decoder:
     def advance(self, index: int, attended: Tensor, hidden: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """From the attention of layer `index` to the next one: its output → queries, keys and values, and the residual
         stream; after the last layer the stream, twice. Works on each row alone; `hidden` may be overwritten."""
+        found, hidden = self._next_qkv(index, attended, hidden, ops)
+        if index + 1 < len(self.layers):
+            return found, hidden
+        hidden = hidden + found
+        return hidden, hidden
+
+    def _next_qkv(self, index: int, attended: Tensor, hidden: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """As advance, but for the last layer: what the stream still lacks, and the stream."""
         eps, layer = self.config.rms_norm_eps, self.layers[index]
         gate_up, hidden = ops.norm_linear(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up)
         delta = ops.silu_linear(gate_up, layer.down)
         if index + 1 == len(self.layers):
-            hidden = hidden + delta
-            return hidden, hidden
+            return delta, hidden
         following = self.layers[index + 1]
         return ops.norm_linear(hidden, delta, following.input_norm, eps, following.qkv)
 

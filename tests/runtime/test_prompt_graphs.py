@@ -97,6 +97,21 @@ def test_pieces_give_what_the_whole_step_gives(mode: str, kv: str) -> None:
     compare("cpu", mode, kv, torch.float32, 1e-5 if kv == "float" else 1e-2)
 
 
+@torch.inference_mode()
+def test_all_logits_are_the_logits_of_all_hidden_states() -> None:
+    model = random_decoder(TINY, MODES["fp16"], dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    found = []
+    for whole in (True, False):
+        runner = ModelRunner(model, num_blocks=4, block_size=BLOCK)
+        plan = runner.ops.plan(
+            [0], [30], [[2, 0]], block_size=BLOCK, shape=model.attention_shape, windows=model.windows,
+            dtype=torch.float32, device=model.embed.device, also=(range(30),),
+        )  # fmt: skip
+        rest = (plan.also[0], plan, runner.caches, runner.ops)
+        found.append(model.all_logits(*rest) if whole else model.logits(model.forward(*rest), runner.ops))
+    assert torch.equal(*found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["float", "int8"])
 @pytest.mark.parametrize("mode", MODES)

@@ -1,5 +1,5 @@
 """Paged attention on a GPU: the layout of a step, and the launches for its decodes (decode_attention.cu) and its
-prompts (rotate.cu, then prefill.py)."""
+prompts (rotate.cu, then flash.py or prefill.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
+from qtool.runtime.kernels.cuda.flash import PromptKeys, flash_attention, key_spans, pays
 from qtool.runtime.kernels.kv_cache import KVCache
 from qtool.runtime.kernels.layer_ops import AttentionShape
 
@@ -37,6 +38,7 @@ class PagedBatch:
         tiles: of the prompts, [num_tiles, 4] int32, see prefill.query_tiles; None where there are none.
         shares: pieces into which the decodes' contexts are cut at most.
         partial: float32 room for the pieces' sums; counters: int32 zeros, one for each KV head of each decode.
+        keys: of the prompts; None where there are none.
         also: what was brought along, int32.
     """
 
@@ -48,6 +50,7 @@ class PagedBatch:
     shares: int
     partial: Tensor
     counters: Tensor
+    keys: PromptKeys | None = None
     also: tuple[Tensor, ...] = ()
 
 
@@ -115,13 +118,19 @@ def plan_step(
     tiles = query_tiles(
         list(range(decodes, len(counts))), rows[decodes:].tolist(), list(starts[decodes:]), list(counts[decodes:])
     )
-    arrays = [position.astype(np.int32), slot.astype(np.int32), table, np.array(tiles, dtype=np.int32).reshape(-1, 4)]
-    arrays += [np.array(numbers, dtype=np.int32) for numbers in also]
-    positions, slots, table_there, tiles_there, *rest = to_device(arrays, device)
+    new = list(counts[decodes:])
+    lengths = [start + count for start, count in zip(starts[decodes:], new)]
+    spans, firsts = key_spans(decodes, lengths, shape.head_dim)
+    arrays = [position, slot, table, np.array(tiles).reshape(-1, 4), np.array(spans).reshape(-1, 3), np.array(firsts)]
+    arrays += [np.array(numbers) for numbers in also]
+    there = to_device([a.astype(np.int32) for a in arrays], device)
+    positions, slots, table_there, tiles_there, spans_there, firsts_there, *rest = there
+    pairs = sum(length * count for length, count in zip(lengths, new))
+    keys = PromptKeys(spans_there, firsts_there, sum(new), sum(lengths), pairs) if tiles else None
     shares = split_shares(decodes, shape.num_kv_heads, max(starts[:decodes], default=0) + 1, num_sms(device))
     partial, counters = scratch(decodes, shape, shares, device)
     prompts = tiles_there if tiles else None
-    return PagedBatch(positions, slots, table_there, decodes, prompts, shares, partial, counters, tuple(rest))
+    return PagedBatch(positions, slots, table_there, decodes, prompts, shares, partial, counters, keys, tuple(rest))
 
 
 @dataclass(frozen=True)
@@ -203,8 +212,6 @@ def attend(
             overlap=overlap,
         )  # fmt: skip
     if plan.tiles is not None:
-        from qtool.runtime.kernels.cuda.prefill import prefill_attention
-
         rows = (qkv, plan.positions, plan.slot_mapping)
         mine, positions, slots = (t[decodes:] for t in rows) if decodes else rows
         _rotate_kernel(setting).launch(
@@ -214,5 +221,10 @@ def attend(
              shape.num_heads, shape.num_kv_heads, shape.eps),
             overlap=overlap,
         )  # fmt: skip
-        prefill_attention(qkv, cache, plan.tables, plan.tiles, shape.num_heads, window, out)
+        if plan.keys is not None and pays(plan.keys, cache, shape.num_heads, window):
+            flash_attention(qkv, cache, plan.tables, plan.tiles, plan.keys, shape.num_heads, window, out)
+        else:
+            from qtool.runtime.kernels.cuda.prefill import prefill_attention
+
+            prefill_attention(qkv, cache, plan.tables, plan.tiles, shape.num_heads, window, out)
     return out

@@ -15,16 +15,21 @@ from pathlib import Path
 import torch
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.kernels.cuda import gemm
+from qtool.runtime.kernels.cuda.driver import num_sms
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.nvrtc import cache_folder
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of tokens for which a choice is made; others take the next larger one, more than all dequantize."""
+"""Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
 
-Choice = SkinnyConfig | WideConfig | None
-"""None: dequantize a slab at a time and multiply in 16 bits."""
+Choice = SkinnyConfig | WideConfig | GemmConfig | None
+"""None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
+
+_KINDS = {SkinnyConfig: "skinny", WideConfig: "wide", GemmConfig: "gemm"}
 
 
 def bucket_of(tokens: int) -> int | None:
@@ -41,7 +46,7 @@ def encode(choice: Choice) -> list[str | int]:
     """A choice as a JSON list."""
     if choice is None:
         return ["dequantize"]
-    return ["skinny" if isinstance(choice, SkinnyConfig) else "wide", *(int(v) for v in astuple(choice))]
+    return [_KINDS[type(choice)], *(int(v) for v in astuple(choice))]
 
 
 def decode(entry: list[str | int]) -> Choice:
@@ -55,6 +60,8 @@ def decode(entry: list[str | int]) -> Choice:
         return SkinnyConfig(tiles, warps, split, prefetch, bool(prefetch_x), min_blocks)
     if kind == "wide" and len(numbers) == 6:
         return WideConfig(*numbers)
+    if kind == "gemm" and len(numbers) == 1:
+        return GemmConfig(*numbers)
     raise QtoolError(f"the kernel table has an entry that is no choice: {entry}")
 
 
@@ -125,10 +132,16 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
 
 def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
     """The kernel for `tokens` activations on `device`."""
+    index = torch.cuda.current_device() if device.index is None else device.index
     bucket = bucket_of(tokens)
-    if bucket is None:
-        return None
-    return _choose(spec, bucket, torch.cuda.current_device() if device.index is None else device.index)
+    if bucket is not None:
+        return _choose(spec, bucket, index)
+    return gemm.pick(spec, tokens, num_sms(index)) if _is_hopper(index) else None
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
 @functools.cache

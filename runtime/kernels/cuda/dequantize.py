@@ -35,7 +35,4 @@ def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> 
     for first in range(0, packed.tiles, slab):
         weight = dequantize_rows(packed, spec, first, min(slab, packed.tiles - first))
         start = first * TILE_ROWS
-        if len(weight) == spec.rows:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            out[:, start : start + len(weight)] = torch.mm(x, weight.t())
+        torch.mm(x, weight.t(), out=out[:, start : start + len(weight)])

@@ -171,6 +171,8 @@ def arch_of(device_index: int) -> str:
 
 _HEADERS = {  # common.cuh alone for every other file
     "wide.cu": ("common.cuh", "hopper.cuh"),
+    "gemm.cu": ("common.cuh", "hopper.cuh"),
+    "flash.cu": ("common.cuh", "hopper.cuh"),
     "rotate.cu": ("common.cuh", "rotate.cuh"),
     "decode_attention.cu": ("common.cuh", "rotate.cuh"),
     "quantize.cu": ("common.cuh", "rows.cuh"),
@@ -230,3 +232,9 @@ def load_kernel(device: torch.device, file: str, entry: str, macros: Macros, *, 
 def has_clusters(device_index: int) -> bool:
     """Whether the device knows thread-block clusters and programmatic dependent launch (Hopper and later)."""
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+@functools.cache
+def num_sms(device_index: int) -> int:
+    """Streaming multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)

@@ -1,103 +1,80 @@
-// The warpgroup matrix product of Hopper, one wrapper for each number of tokens; included in wide.cu's source.
+// The warpgroup matrix product of Hopper for one number of tokens; before wide.cu, gemm.cu and flash.cu.
 //
-// d [64, TOKENS] += a b; a: this warp's 16 rows of 32 bytes; b: descriptor of [TOKENS, 32 bytes] in shared memory,
-// 128-byte swizzle, K contiguous. Macros: TOKENS 16 | 32 | 64 | 128; ACT_BITS; BF16.
+// d [64, TOKENS] += a b (ADD false: d = a b); a: this warp's 16 rows of 32 bytes; b: descriptor of [TOKENS, 32 bytes] in
+// shared memory, 128-byte swizzle, K contiguous; TURNED (16 bits): of [16, TOKENS], tokens contiguous.
+// Macros: TOKENS 16 | 32 | 64 | 128 | 256; ACT_BITS; BF16.
 
+#define SUM4(C, j) C(d[j][0]), C(d[j][1]), C(d[j][2]), C(d[j][3])
+#define SUM8(C, j) SUM4(C, j), SUM4(C, j + 1)
+#define SUM16(C, j) SUM8(C, j), SUM8(C, j + 2)
+#define SUM32(C, j) SUM16(C, j), SUM16(C, j + 4)
+#define SUM64(C, j) SUM32(C, j), SUM32(C, j + 8)
+#define SUM128(C, j) SUM64(C, j), SUM64(C, j + 16)
+#if TOKENS == 16
+#define SUMS(C) SUM8(C, 0)
+#define NAMES \
+  "%0, %1, %2, %3, %4, %5, %6, %7"
+#define OPERANDS "{%8, %9, %10, %11}, %12, %13"
+#define TURN "%14"
+#elif TOKENS == 32
+#define SUMS(C) SUM16(C, 0)
+#define NAMES \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define OPERANDS "{%16, %17, %18, %19}, %20, %21"
+#define TURN "%22"
+#elif TOKENS == 64
+#define SUMS(C) SUM32(C, 0)
+#define NAMES \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define OPERANDS "{%32, %33, %34, %35}, %36, %37"
+#define TURN "%38"
+#elif TOKENS == 128
+#define SUMS(C) SUM64(C, 0)
+#define NAMES \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OPERANDS "{%64, %65, %66, %67}, %68, %69"
+#define TURN "%70"
+#elif TOKENS == 256
+#define SUMS(C) SUM128(C, 0)
+#define NAMES \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define OPERANDS "{%128, %129, %130, %131}, %132, %133"
+#define TURN "%134"
+#endif
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+#if ACT_BITS == 8                                        // 32 columns, exact
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n" STRING(TOKENS) "k32.s32.s8.s8 {" NAMES "}, " OPERANDS ";"
+#define PLACE "+r"
+typedef int Partial;
+#else                                                    // 16 columns, float32
 #if BF16
 #define WGMMA_TYPE "bf16.bf16"
 #else
 #define WGMMA_TYPE "f16.f16"
 #endif
+#define WGMMA \
+  "wgmma.mma_async.sync.aligned.m64n" STRING(TOKENS) "k16.f32." WGMMA_TYPE " {" NAMES "}, " OPERANDS ", 1, 1, " TURN ";"
+#define PLACE "+f"
+typedef float Partial;
+#endif
 
-#if ACT_BITS == 16
-// Float32 += 16 columns.
-DEVICE void wgmma(float (&d)[TOKENS / 8][4], const u32 (&a)[4], u64 b) {
-#if TOKENS == 16
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7}, "
-               "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 32
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-               "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 64
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-               "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-                 "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-                 "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 128
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-               "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-                 "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-                 "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-                 "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-                 "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-                 "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-                 "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-                 "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
+template <bool ADD = true, bool TURNED = false>
+DEVICE void wgmma(Partial (&d)[TOKENS / 8][4], const u32 (&a)[4], u64 b) {
+  asm volatile(WGMMA : SUMS(PLACE) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "n"((int)TURNED));
 }
-#else
-// Int32 += 32 columns.
-DEVICE void wgmma(int (&d)[TOKENS / 8][4], const u32 (&a)[4], u64 b) {
-#if TOKENS == 16
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7}, "
-               "{%8, %9, %10, %11}, %12, 1;"
-               : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]), "+r"(d[1][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 32
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-               "{%16, %17, %18, %19}, %20, 1;"
-               : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]), "+r"(d[1][3]),
-                 "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]), "+r"(d[3][2]), "+r"(d[3][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 64
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-               "{%32, %33, %34, %35}, %36, 1;"
-               : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]), "+r"(d[1][3]),
-                 "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]), "+r"(d[3][2]), "+r"(d[3][3]),
-                 "+r"(d[4][0]), "+r"(d[4][1]), "+r"(d[4][2]), "+r"(d[4][3]), "+r"(d[5][0]), "+r"(d[5][1]), "+r"(d[5][2]), "+r"(d[5][3]),
-                 "+r"(d[6][0]), "+r"(d[6][1]), "+r"(d[6][2]), "+r"(d[6][3]), "+r"(d[7][0]), "+r"(d[7][1]), "+r"(d[7][2]), "+r"(d[7][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif TOKENS == 128
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-               "{%64, %65, %66, %67}, %68, 1;"
-               : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]), "+r"(d[1][3]),
-                 "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]), "+r"(d[3][2]), "+r"(d[3][3]),
-                 "+r"(d[4][0]), "+r"(d[4][1]), "+r"(d[4][2]), "+r"(d[4][3]), "+r"(d[5][0]), "+r"(d[5][1]), "+r"(d[5][2]), "+r"(d[5][3]),
-                 "+r"(d[6][0]), "+r"(d[6][1]), "+r"(d[6][2]), "+r"(d[6][3]), "+r"(d[7][0]), "+r"(d[7][1]), "+r"(d[7][2]), "+r"(d[7][3]),
-                 "+r"(d[8][0]), "+r"(d[8][1]), "+r"(d[8][2]), "+r"(d[8][3]), "+r"(d[9][0]), "+r"(d[9][1]), "+r"(d[9][2]), "+r"(d[9][3]),
-                 "+r"(d[10][0]), "+r"(d[10][1]), "+r"(d[10][2]), "+r"(d[10][3]), "+r"(d[11][0]), "+r"(d[11][1]), "+r"(d[11][2]), "+r"(d[11][3]),
-                 "+r"(d[12][0]), "+r"(d[12][1]), "+r"(d[12][2]), "+r"(d[12][3]), "+r"(d[13][0]), "+r"(d[13][1]), "+r"(d[13][2]), "+r"(d[13][3]),
-                 "+r"(d[14][0]), "+r"(d[14][1]), "+r"(d[14][2]), "+r"(d[14][3]), "+r"(d[15][0]), "+r"(d[15][1]), "+r"(d[15][2]), "+r"(d[15][3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-}
-#endif
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -117,9 +94,25 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Brings `bytes` to shared memory; the barrier completes a phase when they have arrived.
-DEVICE void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
+// One arrival; the phase also waits for `bytes` of copies.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Brings `bytes` (a multiple of 16) to shared memory; the barrier counts them as they arrive.
+DEVICE void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+
+#ifdef SCALE_BF16
+// The scale of row g (row = 0) or g + 8 (1) of a pair twice, in the activations' type.
+DEVICE u32 scale_pair(u32 scales, int row) {
+#if SCALE_BF16 == BF16
+  const u32 s = row ? scales >> 16 : scales & 0xffff;
+  return s | (s << 16);
+#else
+  const float f = scale_of(scales, row);
+  return floats_to_acts(f, f);
+#endif
+}
+#endif

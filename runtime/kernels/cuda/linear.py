@@ -11,11 +11,13 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROUNDED, ROW_MAJOR, Int8Rows, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 NAME = "cuda-int"
@@ -109,8 +111,10 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(rows.codes, rows.scales, packed, spec, choice, out)
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
-        elif choice is not None and wide.supports(packed, spec):
+        elif isinstance(choice, WideConfig) and wide.supports(packed, spec):
             wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
+        elif isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
+            gemm.multiply(*gemm.prepare(x, spec, choice), packed, spec, choice, out)
         elif multiplies_int8(packed, spec):
             int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:
@@ -128,7 +132,9 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
     choice = choose(spec, tokens, weight.codes.device)
     if isinstance(choice, SkinnyConfig):
         return 0
-    if choice is not None and wide.supports(weight, spec):
+    if isinstance(choice, WideConfig) and wide.supports(weight, spec):
+        return choice.tokens
+    if isinstance(choice, GemmConfig) and gemm.supports(weight, spec):
         return choice.tokens
     return ROW_MAJOR if multiplies_int8(weight, spec) else ROUNDED
 
@@ -155,12 +161,14 @@ def apply_rows(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Ten
     choice = choose(spec, tokens, out.device)
     if isinstance(rows, Tensor):
         dequantize.multiply(rows, weight, spec, out)
-    elif choice is None or not (isinstance(choice, SkinnyConfig) or wide.supports(weight, spec)):
-        int8_product(rows, weight, spec, out)
     elif isinstance(choice, SkinnyConfig):
         skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
-    else:
+    elif isinstance(choice, WideConfig) and wide.supports(weight, spec):
         wide.multiply(rows.codes, rows.scales, weight, spec, choice, out)
+    elif isinstance(choice, GemmConfig) and gemm.supports(weight, spec):
+        gemm.multiply(rows.codes, rows.scales, weight, spec, choice, out)
+    else:
+        int8_product(rows, weight, spec, out)
     return out
 
 

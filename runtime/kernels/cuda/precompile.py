@@ -8,25 +8,37 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from qtool.runtime.kernels.cuda import skinny, wide
-from qtool.runtime.kernels.cuda.choice import BUCKETS, choose
+from qtool.runtime.kernels.cuda import gemm, skinny, wide
+from qtool.runtime.kernels.cuda.choice import BUCKETS, Choice, choose
 from qtool.runtime.kernels.cuda.driver import arch_of, source
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.linear import NAME
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import QuantLinear
 
 
-def _kernel(linear: QuantLinear, tokens: int, device: torch.device) -> tuple[str, Macros] | None:
+def _kernel(linear: QuantLinear, tokens: int, choice: Choice) -> tuple[str, Macros] | None:
     """Source file and macros of the kernel for `tokens` activations; None where it is none of ours."""
     spec, packed = linear.spec, PackedWeight(*linear.packed)
-    choice = choose(spec, tokens, device)
     if isinstance(choice, SkinnyConfig):
         return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice)
-    if choice is not None and wide.supports(packed, spec):
+    if isinstance(choice, WideConfig) and wide.supports(packed, spec):
         return "wide", wide.macros(spec, packed.scales.dtype, choice)
+    if isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
+        return "gemm", gemm.macros(spec, packed.scales.dtype, choice)
     return None
+
+
+def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
+    """Numbers of tokens and what multiplies them, each kernel at least once."""
+    few = [(tokens, choose(linear.spec, tokens, device)) for tokens in BUCKETS]
+    many: Choice = choose(linear.spec, BUCKETS[-1] + 1, device)
+    if many is None:
+        return [*few, (BUCKETS[-1] + 1, many)]
+    return [*few, *((size, GemmConfig(size)) for size in gemm.TILES if size <= gemm.most_tokens(linear.spec))]
 
 
 def precompile(linears: Iterable[object], device: torch.device) -> None:
@@ -39,8 +51,8 @@ def precompile(linears: Iterable[object], device: torch.device) -> None:
     jobs: dict[tuple[str, tuple[tuple[str, int], ...]], None] = {}
     for linear in linears:
         if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
-            for tokens in BUCKETS:
-                if (found := _kernel(linear, tokens, device)) is not None:
+            for tokens, choice in _choices(linear, device):
+                if (found := _kernel(linear, tokens, choice)) is not None:
                     jobs[found[0], tuple(sorted(found[1].items()))] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock
         list(pool.map(lambda job: compile_cuda(source(f"{job[0]}.cu"), arch, dict(job[1]), name=job[0]), jobs))

@@ -10,10 +10,8 @@ DEVICE float warp_sum(float v) {
   for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
   return v;
 }
-DEVICE float warp_max(float v) {
-#pragma unroll
-  for (int i = 16; i; i >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
-  return v;
+DEVICE float warp_max(float v) {                         // of numbers that are not negative: they order as their bits do
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(v)));
 }
 DEVICE float rounded(float v) { return act_to_float(float_to_act(v)); }
 
@@ -40,8 +38,7 @@ DEVICE void load_rotation(const u16* cos, const u16* sin, u64 position, int lane
 }
 
 // One head, normed over its dims (QK_NORM) and rotated: x cos + roll(x, D / 2) sin.
-DEVICE void rotate_head(const u16* x, const u16* norm, const Rotation& by, float eps, int lane, float (&v)[PAIRS][4]) {
-  load_head(x, lane, v);
+DEVICE void turn_head(const u16* norm, const Rotation& by, float eps, int lane, float (&v)[PAIRS][4]) {
 #if QK_NORM
   float sum = 0.f;
 #pragma unroll
@@ -66,6 +63,11 @@ DEVICE void rotate_head(const u16* x, const u16* norm, const Rotation& by, float
     }
 }
 
+DEVICE void rotate_head(const u16* x, const u16* norm, const Rotation& by, float eps, int lane, float (&v)[PAIRS][4]) {
+  load_head(x, lane, v);
+  turn_head(norm, by, eps, lane, v);
+}
+
 DEVICE void store_head(u16* to, int lane, const float (&v)[PAIRS][4]) {
 #pragma unroll
   for (int p = 0; p < PAIRS; p++) {
@@ -82,32 +84,36 @@ DEVICE void cache_head(u8* cache, void* scales, u64 at, int head, int lane, cons
 #if !KV
   store_head((u16*)(cache + at * KV_BYTES), lane, v);
 #else
-  float scale, peak = 0.f;
-#if KV == 2
-  scale = ((const float*)scales)[head];
-#else
+  float exact[PAIRS][4], scale, peak = 0.f;              // as it would be cached in 16 bits
 #pragma unroll
   for (int p = 0; p < PAIRS; p++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) peak = fmaxf(peak, fabsf(rounded(v[p][k])));
+    for (int k = 0; k < 4; k += 2) {
+      const u32 pair = floats_to_acts(v[p][k], v[p][k + 1]);
+      exact[p][k] = act_to_float(pair & 0xffff);
+      exact[p][k + 1] = act_to_float(pair >> 16);
+      peak = fmaxf(peak, fmaxf(fabsf(exact[p][k]), fabsf(exact[p][k + 1])));
+    }
+#if KV == 2
+  scale = ((const float*)scales)[head];
+#else
   u16 stored;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(stored) : "f"(__fdiv_rn(warp_max(peak), 127.f)));
   if (stored < 0x0080) stored = 0x0080;                  // the least normal bfloat16
   if (lane == 0) ((u16*)scales)[at] = stored;
   scale = bf16_to_float(stored);
 #endif
+  const float inverse = __frcp_rn(scale);
 #pragma unroll
   for (int p = 0; p < PAIRS; p++) {
     const int d = dim_of(lane, p);
     if (d < D / 2) {
-      u32 codes[4];
+      u32 codes[4];                                      // in the lowest byte: 1.5 x 2^23 added rounds, ties to even
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const float code = rintf(__fdiv_rn(rounded(v[p][k]), scale));
-        codes[k] = (u32)(int)fminf(fmaxf(code, -127.f), 127.f) & 255;
-      }
-      *(u16*)(cache + at * KV_BYTES + d) = codes[0] | codes[1] << 8;
-      *(u16*)(cache + at * KV_BYTES + d + D / 2) = codes[2] | codes[3] << 8;
+      for (int k = 0; k < 4; k++)
+        codes[k] = __float_as_uint(fminf(fmaxf(exact[p][k] * inverse, -127.f), 127.f) + 12582912.f);
+      *(u16*)(cache + at * KV_BYTES + d) = (u16)__byte_perm(codes[0], codes[1], 0x40);
+      *(u16*)(cache + at * KV_BYTES + d + D / 2) = (u16)__byte_perm(codes[2], codes[3], 0x40);
     }
   }
 #endif

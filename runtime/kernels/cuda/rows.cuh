@@ -52,7 +52,8 @@ DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, 
 #if TOKENS != -2
   if (row < rows && threadIdx.x == 0) scales[row] = peak / 127.f;
 #endif
-  const float inverse = peak > 0.f ? 127.f / peak : 0.f;
+  const float inverse = peak > 0.f ? 127.f / peak : 0.f;  // |x inverse| rounds to 127 at most
+  const float magic = 12582912.f;                        // 1.5 x 2^23: adding it rounds, ties to even, into the low bits
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int i = u * THREADS + threadIdx.x;
@@ -61,16 +62,16 @@ DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, 
     float rounded[8];
 #pragma unroll
     for (int j = 0; j < 8; j++)
-      rounded[j] = fmaxf(fminf(rintf(x.v[u][j] * inverse), 127.f), -127.f) * (peak / 127.f);
+      rounded[j] = (__fmaf_rn(x.v[u][j], inverse, magic) - magic) * (peak / 127.f);
     ((uint4*)codes)[(u64)row * (columns / 8) + i] = pack(rounded);
     continue;
 #endif
-    u32 q[2] = {0, 0};
+    u32 r[8], q[2];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const int r = __float2int_rn(x.v[u][j] * inverse);
-      q[j >> 2] |= (u32)(max(-127, min(127, r)) & 255) << (8 * (j & 3));
-    }
+    for (int j = 0; j < 8; j++) r[j] = __float_as_uint(__fmaf_rn(x.v[u][j], inverse, magic));
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+      q[k] = __byte_perm(__byte_perm(r[4 * k], r[4 * k + 1], 0x40), __byte_perm(r[4 * k + 2], r[4 * k + 3], 0x40), 0x5410);
     const int s = i >> 2, t = i & 3;                     // columns 32 s + 8 t ...
 #if TOKENS > 0
     const int m = row % TOKENS;

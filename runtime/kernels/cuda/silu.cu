@@ -8,20 +8,29 @@ silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
   pdl_wait();
   const int row = blockIdx.x;
   Row x;
+  uint4 from[UNITS][2];                                  // all on their way before the first is used
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int i = (blockIdx.y * UNITS + u) * THREADS + threadIdx.x;
-    const bool real = row < M && i < K / 8;
-    float gate[8], up[8];
-    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + i) : make_uint4(0, 0, 0, 0), gate);
-    unpack(real ? load_activations(gate_up + (u64)row * (K / 4) + K / 8 + i) : make_uint4(0, 0, 0, 0), up);
 #pragma unroll
-    for (int j = 0; j < 8; j++) x.v[u][j] = gate[j] / (1.f + __expf(-gate[j])) * up[j];
+    for (int k = 0; k < 2; k++) {
+      from[u][k] = make_uint4(0, 0, 0, 0);
+      if (row < M && i < K / 8) from[u][k] = load_activations(gate_up + (u64)row * (K / 4) + k * (K / 8) + i);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    float gate[8], up[8];
+    unpack(from[u][0], gate);
+    unpack(from[u][1], up);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x.v[u][j] = __fdividef(gate[j], 1.f + __expf(-gate[j])) * up[j];
     const uint4 product = pack(x.v[u]);
 #if QUANT
     unpack(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree
 #else
-    if (real) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
+    const int i = (blockIdx.y * UNITS + u) * THREADS + threadIdx.x;
+    if (row < M && i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
 #endif
   }
 #if QUANT

@@ -16,9 +16,10 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of, source
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
 from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
@@ -132,6 +133,8 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
         found += skinny_candidates(spec, tokens, properties.major >= 9)
     if hopper and tokens > 8 and spec.cols % 128 == 0 and (spec.scheme.symmetric or not spec.scheme.act_bits):
         found += wide_candidates(spec, tokens, properties.multi_processor_count)
+    if hopper and tokens > 32 and (not spec.scheme.act_bits or spec.cols % 128 == 0):
+        found += [GemmConfig(size) for size in gemm.TILES if size <= min(gemm.most_tokens(spec), 2 * tokens)]
     if tokens > 16:
         found.append(None)
     return found
@@ -157,8 +160,10 @@ def precompile(
         if isinstance(choice, SkinnyConfig):
             macros = skinny.macros(spec, torch.float16, chunks, tokens, choice)
             unique["skinny.cu", tuple(sorted(macros.items()))] = None
-        elif choice is not None:
+        elif isinstance(choice, WideConfig):
             unique["wide.cu", tuple(sorted(wide.macros(spec, torch.float16, choice).items()))] = None
+        elif isinstance(choice, GemmConfig):
+            unique["gemm.cu", tuple(sorted(gemm.macros(spec, torch.float16, choice).items()))] = None
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         work = pool.map(_compile, [(file, arch, dict(macros)) for file, macros in unique], chunksize=4)
         for done, _ in enumerate(work):
@@ -191,12 +196,21 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
         rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
         codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
         return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
-    if choice is not None:
+    if isinstance(choice, WideConfig):
         wide_config = choice
         ready = wide.prepare(x, spec, wide_config) if spec.scheme.act_bits else None
         return graph_microseconds(
             lambda i: wide.multiply(
                 *(ready or wide.prepare(x, spec, wide_config)), rounds[i % count], spec, wide_config, out
+            ),
+            calls,
+        )
+    if isinstance(choice, GemmConfig):
+        gemm_config = choice
+        ready = gemm.prepare(x, spec, gemm_config) if spec.scheme.act_bits else None
+        return graph_microseconds(
+            lambda i: gemm.multiply(
+                *(ready or gemm.prepare(x, spec, gemm_config)), rounds[i % count], spec, gemm_config, out
             ),
             calls,
         )

@@ -21,11 +21,6 @@
 #define STAGE_BYTES (TOKENS * 16 * ACT_BITS)
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 #define UNROLL _Pragma("unroll")
-#if ACT_BITS == 8
-typedef int Partial;
-#else
-typedef float Partial;
-#endif
 #if ACT_BITS == 8 && GROUP                               // sums of a scale group apart from those of all
 typedef float Sum;
 #else
@@ -41,17 +36,6 @@ struct Slot {                                            // one step's weights o
 #endif
 #endif
 };
-
-// The scale of row g (row = 0) or g + 8 (1) twice, in the activations' type.
-DEVICE u32 scale_pair(u32 scales, int row) {
-#if SCALE_BF16 == BF16
-  const u32 s = row ? scales >> 16 : scales & 0xffff;
-  return s | (s << 16);
-#else
-  const float f = scale_of(scales, row);
-  return floats_to_acts(f, f);
-#endif
-}
 
 // W, S, Z as in skinny.cu; X as from arrange.cu, or quantize.cu with float scales XS [M]. Grid: SK (one cluster), token blocks, row blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, MINB)
@@ -75,6 +59,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   }
   __syncthreads();
   auto fetch = [&](int i) {                              // the i-th step of this block
+    barrier_expect(full_at + 8 * (i % STAGES), STAGE_BYTES);
     bulk_copy(stages + i % STAGES * STAGE_BYTES, X + ((u64)blockIdx.y * steps + begin + i) * STAGE_BYTES, STAGE_BYTES,
               full_at + 8 * (i % STAGES));
   };

@@ -232,5 +232,5 @@ def test_the_shipped_table_can_be_used() -> None:
             assert choice.shared_bytes(int(bucket)) <= 227 * 1024
 
 
-def test_more_tokens_than_the_largest_bucket_need_no_device() -> None:
-    assert choose(LinearSpec(64, 64, QuantScheme(4, 64)), 300, torch.device("cuda", 0)) is None
+def test_more_tokens_than_the_largest_bucket_have_none() -> None:
+    assert bucket_of(256) == 256 and bucket_of(257) is None

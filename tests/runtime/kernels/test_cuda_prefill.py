@@ -1,4 +1,5 @@
-"""The Triton prefill kernel against float64 attention: in Triton's interpreter, or on a GPU where there is one."""
+"""The kernels for prompts against float64 attention: Triton's in its interpreter, or on a GPU where there is one, and
+Hopper's own (flash.cu) there."""
 
 from __future__ import annotations
 
@@ -22,13 +23,24 @@ def reference(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None) -
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1), v)
 
 
-def check(dim: int, heads: int, kv_heads: int, chunks: list[tuple[int, int]], window: int | None, mode: str) -> None:
-    """chunks: (context, tokens) of each sequence; fragmented tables over a cache with garbage in unused slots."""
+def check(
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    chunks: list[tuple[int, int]],
+    window: int | None,
+    mode: str,
+    *,
+    dtype: torch.dtype = torch.float16,
+    flash: bool = False,
+) -> None:
+    """chunks: (context, tokens) of each sequence; fragmented tables over a cache with NaN in unused slots."""
+    from qtool.runtime.kernels.cuda.flash import PromptKeys, flash_attention, key_spans
     from qtool.runtime.kernels.cuda.prefill import prefill_attention, query_tiles
     from qtool.runtime.kernels.kv_cache import make_kv_cache
 
     device = torch.device("cuda" if ON_GPU else "cpu")
-    dtype, size = torch.float16, 16
+    size = 16
     torch.manual_seed(SEED)
     num_blocks = sum(-(-(c + n) // size) for c, n in chunks) + 3
     order = torch.randperm(num_blocks).tolist()
@@ -36,6 +48,11 @@ def check(dim: int, heads: int, kv_heads: int, chunks: list[tuple[int, int]], wi
     cache = make_kv_cache(
         num_blocks, size, 2 * kv_heads, dim, dtype=dtype, mode=mode, device=device, static_scales=scales
     )
+    if mode == "float":
+        cache.values.fill_(torch.nan)
+    elif mode == "int8":
+        assert cache.scales is not None
+        cache.scales.fill_(torch.nan)
     tables, rows, wants = [], [], []
     for context, tokens in chunks:
         length = context + tokens
@@ -54,10 +71,16 @@ def check(dim: int, heads: int, kv_heads: int, chunks: list[tuple[int, int]], wi
     qkv = torch.cat(rows)
     out = torch.full((len(qkv), heads * dim), torch.nan, dtype=dtype, device=device)
     table = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=device)
-    prefill_attention(qkv, cache, table, torch.tensor(tiles, dtype=torch.int32, device=device), heads, window, out)
+    tiles_there = torch.tensor(tiles, dtype=torch.int32, device=device)
+    if flash:
+        spans, starts = key_spans(0, [c + n for c, n in chunks], dim)
+        there = [torch.tensor(t, dtype=torch.int32, device=device) for t in (spans, starts)]
+        flash_attention(qkv, cache, table, tiles_there, PromptKeys(*there, 0, 0, 0), heads, window, out)
+    else:
+        prefill_attention(qkv, cache, table, tiles_there, heads, window, out)
     want = torch.cat(wants).flatten(1)
     error = float((out.double() - want).norm() / want.norm())
-    assert error < 2e-3, error
+    assert error < (2e-3 if dtype == torch.float16 else 1.2e-2), error
 
 
 CASES = [
@@ -87,3 +110,26 @@ def test_long_prompts_on_the_gpu(dim: int, mode: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill_in_the_interpreter(case: tuple[int, int, int, list[tuple[int, int]], int | None, str]) -> None:
     check(*case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mode", ["float", "int8", "int8-static"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_flash_on_hopper(dim: int, mode: str, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    for heads, kv_heads in ((8, 2), (4, 4), (14, 2)):
+        check(dim, heads, kv_heads, [(0, 1000), (700, 300), (1, 129), (64, 64)], None, mode, dtype=dtype, flash=True)
+    for window in (1, 100, 128, 333):
+        check(dim, 4, 2, [(0, 700), (700, 300), (0, 2), (2000, 5)], window, mode, dtype=dtype, flash=True)
+    many = [(i * 37 % 300, 2 + i * 53 % 200) for i in range(40)]
+    check(dim, 4, 1, many, None, mode, dtype=dtype, flash=True)
+
+
+def test_spans_cover_every_key_once() -> None:
+    from qtool.runtime.kernels.cuda.flash import key_spans
+
+    spans, starts = key_spans(2, [5, 128, 300], 128)
+    assert starts == [0, 0, 0, 1, 2]
+    assert spans == [[2, 0, 5], [3, 0, 128], [4, 0, 128], [4, 128, 128], [4, 256, 44]]

@@ -1,0 +1,119 @@
+"""Launch of gemm.cu: the product for hundreds of tokens and more, bound by Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, num_sms
+from qtool.runtime.kernels.cuda.layout import PackedWeight
+from qtool.runtime.kernels.cuda.nvrtc import Macros
+from qtool.runtime.kernels.cuda.rows import quantize_rows
+from qtool.runtime.kernels.cuda.skinny import weight_macros
+from qtool.runtime.kernels.cuda.wide import arrange
+from qtool.runtime.kernels.interface import LinearSpec
+
+_THREADS = 384  # two warpgroups that multiply, one that copies
+_TILES = 8  # of 16 rows of the weight in a block's tile
+_SHARED_BYTES = 227 * 1024 - 1024  # of a block, less what its barriers take
+_OUT_BYTES = 2 * 64 * 128  # results on their way
+_MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How the work is cut: tiles of 128 rows of the weight by `tokens` tokens, 64, 128 or 256 (TOKENS)."""
+
+    tokens: int
+
+
+def by_group(spec: LinearSpec) -> bool:
+    """Whether integer sums of a scale group are kept apart from the float32 sums of all."""
+    return spec.scheme.act_bits is not None and spec.scheme.group_size > 0
+
+
+def most_tokens(spec: LinearSpec) -> int:
+    """The largest tile whose sums fit the registers."""
+    return 128 if by_group(spec) else 256
+
+
+def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
+    """Whether gemm.cu multiplies by this weight: int8 activations want whole steps of 128 columns, and codes less their
+    zero points in 8 bits."""
+    if not spec.scheme.act_bits:
+        return True
+    return packed.chunks % 2 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
+
+
+TILES = (64, 128, 256)
+"""GemmConfig.tokens, of which most_tokens(spec) bounds the choice."""
+
+# Cycles of a step of K by GemmConfig.tokens, measured on an H200; with sums by scale group, and without.
+_CYCLES = {False: {64: 400, 128: 620, 256: 1120}, True: {64: 600, 128: 900}}
+
+
+def pick(spec: LinearSpec, tokens: int, num_sms: int) -> GemmConfig:
+    """The tile that takes the least time for `tokens` activations: rounds over the device by a tile's cost."""
+    row_blocks = -(-spec.rows // (16 * _TILES))
+
+    def cost(size: int) -> int:
+        return -(-row_blocks * -(-tokens // size) // num_sms) * _CYCLES[by_group(spec)][size]
+
+    return GemmConfig(min((t for t in TILES if t <= most_tokens(spec)), key=cost))
+
+
+def _stage_bytes(spec: LinearSpec, config: GemmConfig) -> int:
+    act_bits = spec.scheme.act_bits or 16
+    return config.tokens * 128 + _TILES * (16 // act_bits) * (spec.scheme.bits // 4) * 512
+
+
+def stages(spec: LinearSpec, config: GemmConfig) -> int:
+    """Steps of K in shared memory (STAGES)."""
+    return min(_MOST_STAGES, (_SHARED_BYTES - _OUT_BYTES) // _stage_bytes(spec, config))
+
+
+def shared_bytes(spec: LinearSpec, config: GemmConfig) -> int:
+    """Dynamic shared memory of a block."""
+    return stages(spec, config) * _stage_bytes(spec, config) + _OUT_BYTES
+
+
+def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig) -> Macros:
+    """All macros of gemm.cu for one product."""
+    return weight_macros(spec, scale_dtype) | {"TOKENS": config.tokens, "STAGES": stages(spec, config)}
+
+
+def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config: GemmConfig) -> Kernel:
+    """The compiled kernel. Raises QtoolError as load_kernel does."""
+    chosen = macros(spec, packed.scales.dtype, config)
+    return load_kernel(device, "gemm.cu", "gemm", chosen, shared_limit=shared_bytes(spec, config))
+
+
+def prepare(x: Tensor, spec: LinearSpec, config: GemmConfig) -> tuple[Tensor, Tensor]:
+    """x [M, K] as gemm.cu reads it, and its scales [M] float32 (not read with 16-bit activations)."""
+    if spec.scheme.act_bits:
+        rows = quantize_rows(x, config.tokens)
+        return rows.codes, rows.scales
+    arranged = arrange(x, config.tokens)
+    return arranged, arranged
+
+
+def multiply(
+    x: Tensor, x_scales: Tensor, packed: PackedWeight, spec: LinearSpec, config: GemmConfig, out: Tensor
+) -> None:
+    """out [M, N] = x @ weight.T.
+
+    Args:
+        x, x_scales: from prepare.
+        packed: a weight for which `supports` holds.
+        out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
+    """
+    blocks = -(-spec.rows // (16 * _TILES)) * x.shape[0]
+    kernel(x.device, packed, spec, config).launch(
+        (min(blocks, num_sms(x.device.index)), 1, 1),
+        _THREADS,
+        (packed.codes, packed.scales, packed.zeros, x, x_scales, out, len(out), spec.rows, packed.chunks),
+        shared_bytes=shared_bytes(spec, config),
+        overlap=True,
+    )

@@ -1,0 +1,123 @@
+"""gemm.cu against float64 products of the dequantized weight: schemes, tokens, types, tiles; its choice of tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qtool.quant.scheme import PER_CHANNEL, QuantScheme
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import gemm
+from qtool.runtime.kernels.cuda.choice import choose, decode, encode
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.layout import pack_weight
+from qtool.runtime.kernels.cuda.linear import apply, apply_choice
+from qtool.runtime.kernels.interface import LinearSpec
+
+SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure
+SCHEMES = [
+    QuantScheme(bits, group, symmetric, act_bits)
+    for bits in (4, 8)
+    for group in (32, 64, 128, PER_CHANNEL)
+    for symmetric in (True, False)
+    for act_bits in (None, 8)
+    if act_bits is None or symmetric or bits == 4
+]
+
+
+def make_weight(rows: int, cols: int, scheme: QuantScheme, scale_dtype: torch.dtype = torch.float16) -> QuantizedWeight:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    groups, levels = scheme.num_groups(cols), 1 << scheme.bits
+    sign = torch.randint(0, 2, (rows, groups), generator=generator, device="cuda") * 2 - 1
+    scale = sign * (torch.rand(rows, groups, generator=generator, device="cuda") + 0.5) / levels
+    zero = None
+    if not scheme.symmetric:
+        zero = torch.randint(0, levels, (rows, groups), generator=generator, dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8, device="cuda")
+    return QuantizedWeight(codes, scale.to(scale_dtype), zero, scheme)
+
+
+def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: GemmConfig | None) -> None:
+    """`config` None: whatever the dispatch chooses."""
+    rows, cols = weight.shape
+    scheme, device = weight.scheme, weight.codes.device
+    spec = LinearSpec(rows, cols, scheme, dtype=dtype)
+    packed = pack_weight(weight, scheme.act_bits or 16, device)
+    x = torch.randn(tokens, cols, device=device).to(dtype)
+    poison = torch.full((tokens, rows), torch.nan, dtype=dtype, device=device)
+    del poison  # its memory is most likely the output's
+    if config is None:
+        y = apply(x, (packed.codes, packed.scales, packed.zeros, packed.columns), spec)
+    else:
+        assert gemm.supports(packed, spec)
+        y = apply_choice(x, packed, spec, config)
+    exact = x.double()
+    if scheme.act_bits:
+        scale = exact.abs().amax(dim=1, keepdim=True) / 127
+        exact = (exact / scale).round() * scale
+    dense = weight.dequantize(torch.float64).T
+    size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
+    error = y.double() - exact @ dense
+    tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if scheme.act_bits else 0.0)
+    what = (scheme.name, rows, cols, tokens, dtype, config, SEED)
+    assert float(error.norm() / size.norm()) < tolerance, what
+    assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
+
+
+@pytest.mark.gpu
+class TestOnHopper:
+    @pytest.fixture(autouse=True)
+    def _hopper(self) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("warpgroup tensor cores are Hopper's")
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+    @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+    def test_every_scheme(self, scheme: QuantScheme, dtype: torch.dtype) -> None:
+        for rows, cols in [(208, 1152), (2056, 512), (37, 128), (1, 640)]:
+            weight = make_weight(rows, cols, scheme)
+            for size in gemm.TILES:
+                if size <= gemm.most_tokens(LinearSpec(rows, cols, scheme, dtype=dtype)):
+                    for tokens in (1, size - 1, size, 2 * size + 3):
+                        if rows * tokens > 30:  # fewer sums do not average their errors
+                            check(weight, tokens, dtype, GemmConfig(size))
+
+    @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w4g64-asym"])
+    def test_more_tiles_than_multiprocessors(self, name: str) -> None:
+        check(make_weight(4096, 4096, QuantScheme.parse(name)), 1600, torch.float16, GemmConfig(128))
+        check(make_weight(22016, 1024, QuantScheme.parse(name)), 300, torch.bfloat16, GemmConfig(64))
+
+    def test_scale_types(self) -> None:
+        for name in ("w4g64", "w4g128a8", "w8a8"):
+            for scale_dtype in (torch.float16, torch.bfloat16, torch.float32):
+                weight = make_weight(64, 512, QuantScheme.parse(name), scale_dtype)
+                check(weight, 70, torch.bfloat16, GemmConfig(64))
+                check(weight, 70, torch.float16, GemmConfig(128))
+
+    @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w4g128a8-asym", "w8a8", "w8", "w4g128-asym"])
+    def test_the_dispatch_takes_it_for_many_tokens(self, name: str) -> None:
+        spec = LinearSpec(512, 512, QuantScheme.parse(name), dtype=torch.float16)
+        weight = make_weight(512, 512, spec.scheme)
+        for tokens in (257, 512, 1000, 2048):
+            assert isinstance(choose(spec, tokens, weight.codes.device), GemmConfig)
+            check(weight, tokens, torch.float16, None)
+
+
+def test_the_tile_fills_the_device() -> None:
+    w8a8, w4a8 = (LinearSpec(4096, 4096, QuantScheme.parse(name)) for name in ("w8a8", "w4g128a8"))
+    assert gemm.pick(w8a8, 1024, 132) == GemmConfig(256)  # 128 tiles, one round; smaller ones take two or more
+    assert gemm.pick(w8a8, 512, 132) == GemmConfig(128)  # again one round of 128
+    assert gemm.pick(w4a8, 2048, 132) == GemmConfig(128)  # the most that its sums leave room for
+
+
+def test_every_tile_fits_a_multiprocessor() -> None:
+    for scheme in SCHEMES:
+        spec = LinearSpec(4096, 4096, scheme)
+        for size in gemm.TILES:
+            if size <= gemm.most_tokens(spec):
+                assert gemm.stages(spec, GemmConfig(size)) >= 4
+                assert gemm.shared_bytes(spec, GemmConfig(size)) <= 226 * 1024
+
+
+def test_a_choice_survives_the_table() -> None:
+    assert decode(encode(GemmConfig(128))) == GemmConfig(128)

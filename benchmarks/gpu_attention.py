@@ -4,7 +4,8 @@
 
 Decode: 64 sequences of 4,096 tokens; GB/s of keys and values over the time, and their share of the copy ceiling that is
 measured first. Fragmented block tables, fresh random inputs, CUDA-graph replays, medians. Rotation and the write of the
-new token are part of the kernel, so they count. Prefill: one prompt, TFLOP/s of the causal half.
+new token are part of the kernel, so they count. Prefill: one prompt, all kernels (rotation and cache, laying out of the
+keys, attention), TFLOP/s of the causal half.
 """
 
 from __future__ import annotations
@@ -74,11 +75,15 @@ def main() -> int:
                     f"{gbs / ceiling:4.0%} of the ceiling, {first / us:.2f} x 16-bit",
                     flush=True,
                 )
-        for context, tokens in ((0, 2048), (2048, 2048)):
-            us = measure(shape, "float", 1, context, tokens)
-            flop = 4 * shape.num_heads * shape.head_dim * tokens * (context + tokens / 2)
-            figures[f"{name} prefill {context}+{tokens}"] = us
-            print(f"{name} prefill {tokens} after {context}: {us:8.1f} us, {flop / us / 1e6:4.0f} TFLOP/s", flush=True)
+        for context, tokens in ((0, 512), (0, 2048), (2048, 2048), (8192, 512)):
+            for mode in ("float", "int8"):
+                us = measure(shape, mode, 1, context, tokens)
+                flop = 4 * shape.num_heads * shape.head_dim * tokens * (context + tokens / 2)
+                figures[f"{name} prefill {context}+{tokens} {mode}"] = us
+                print(
+                    f"{name} prefill {tokens} after {context}, {mode:5s}: {us:8.1f} us, {flop / us / 1e6:4.0f} TFLOP/s",
+                    flush=True,
+                )
     path = args.json or (Path(os.environ["OUT"]) / "gpu_attention.json" if os.environ.get("OUT") else None)
     if path is not None:
         path.write_text(json.dumps(figures, indent=1))

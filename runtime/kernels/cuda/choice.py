@@ -60,8 +60,8 @@ def decode(entry: list[str | int]) -> Choice:
         return SkinnyConfig(tiles, warps, split, prefetch, bool(prefetch_x), min_blocks)
     if kind == "wide" and len(numbers) == 6:
         return WideConfig(*numbers)
-    if kind == "gemm" and len(numbers) == 1:
-        return GemmConfig(*numbers)
+    if kind == "gemm" and len(numbers) == 2:
+        return GemmConfig(numbers[0], bool(numbers[1]))
     raise QtoolError(f"the kernel table has an entry that is no choice: {entry}")
 
 

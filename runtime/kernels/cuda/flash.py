@@ -86,7 +86,15 @@ def gather_macros(dtype: torch.dtype, cache: KVCache) -> Macros:
 def flash_macros(dtype: torch.dtype, dim: int) -> Macros:
     """All macros of flash.cu."""
     bf16 = int(dtype == torch.bfloat16)
-    return {"D": dim, "KEYS": dim, "TOKENS": dim, "BF16": bf16, "ACT_BITS": 16, "STAGES": _STAGES[dim], "WEIGHT_BITS": 8}
+    return {
+        "D": dim,
+        "KEYS": dim,
+        "TOKENS": dim,
+        "BF16": bf16,
+        "ACT_BITS": 16,
+        "STAGES": _STAGES[dim],
+        "WEIGHT_BITS": 8,
+    }
 
 
 def gather(cache: KVCache, tables: Tensor, spans: Tensor, dtype: torch.dtype) -> Tensor:

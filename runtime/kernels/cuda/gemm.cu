@@ -7,10 +7,12 @@
 //
 // A step is 128 bytes of a token: 128 int8 columns, 64 of 16 bits; arrange.cu or rows.cuh has put them into the order of
 // the weights' columns. 16-bit activations: group scales multiply the weights in the activations' type, sums are
-// float32. Int8 activations: sums are exact within a scale group, then float32.
+// float32. Int8 activations: sums are exact within a scale group, then float32. PROGRESSIVE: every 4-bit weight is brought
+// to its row's largest scale and rounded to 8 bits, so that one sum serves the whole row (progressive group quantization:
+// Lin et al. 2024, arXiv 2405.04532, here with ratios that are not whole numbers).
 //
 // Macros: WEIGHT_BITS; ACT_BITS; BF16; SCALE_BF16; GROUP; ASYM (with ACT_BITS 8: WEIGHT_BITS 4 alone) as in skinny.cu;
-//   TOKENS 64 | 128 | 256 of a tile; STAGES. After hopper.cuh. Int8: the weight has an even number of chunks.
+//   PROGRESSIVE (WEIGHT_BITS 4, ACT_BITS 8 and a GROUP alone); TOKENS 64 | 128 | 256 of a tile; STAGES. After hopper.cuh. Int8: the weight has an even number of chunks.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
@@ -23,7 +25,7 @@
 #define STAGE_BYTES (X_BYTES + TILES * W_BYTES)
 #define THREADS 384                                      // two warpgroups that multiply, one that copies
 #define OUT_BYTES (64 * 128)                             // of a warpgroup: 64 tokens of its 64 rows
-#define BY_GROUP (ACT_BITS == 8 && GROUP)                // sums of a scale group apart from those of all
+#define BY_GROUP (ACT_BITS == 8 && GROUP && !PROGRESSIVE)               // sums of a scale group apart from those of all
 #if BY_GROUP
 typedef float Sum;
 #else
@@ -38,10 +40,31 @@ struct Scales {
 #if GROUP
   u32 scale[SCALES];
 #endif
+#if PROGRESSIVE
+  u32 ratio[SCALES][2];                                  // of rows g and g + 8 to the row's unit, twice, in float16
+#endif
 #if ASYM
   u32 zero[SCALES];
 #endif
 };
+
+#if PROGRESSIVE
+// Four codes of each of two rows less their zero points (low, high: as in common.cuh), times a ratio, rounded to bytes.
+DEVICE void rescale(u32 q, const u32 (&ratio)[2], u32 low, u32 high, u32 (&f)[2]) {
+  u32 even, odd;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(even) : "r"(q), "r"(0x000f000fu), "r"(0x64086408u));     // 1024 + code
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(odd) : "r"(q >> 8), "r"(0x000f000fu), "r"(0x64086408u));
+  const u32 e0 = half_fma2(half_sub2(even, low), ratio[0], 0x66006600u);     // 1536 + the byte
+  const u32 o0 = half_fma2(half_sub2(odd, low), ratio[0], 0x66006600u);
+  f[0] = __byte_perm(e0, o0, 0x6240);
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(even) : "r"(q), "r"(0x00f000f0u), "r"(0x64806480u));     // 1024 + 16 code
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(odd) : "r"(q >> 8), "r"(0x00f000f0u), "r"(0x64806480u));
+  const u32 e1 = half_fma2(half_fma2(even, 0x2c002c00u, high), ratio[1], 0x66006600u);
+  const u32 o1 = half_fma2(half_fma2(odd, 0x2c002c00u, high), ratio[1], 0x66006600u);
+  f[1] = __byte_perm(e1, o1, 0x6240);
+}
+DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v)); return r; }
+#endif
 
 // Fragment s of a step: 32 bytes of a token.
 DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[4]) {
@@ -69,7 +92,21 @@ DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[
   UNROLL for (int k = 0; k < 4; k++) f[k] = word(codes.q[s >> 1][s & 1], k);
 #else
   const u32 q0 = word(codes.q[s >> 1][0], 2 * (s & 1)), q1 = word(codes.q[s >> 1][0], 2 * (s & 1) + 1);
-#if ASYM                                                 // code - zero point, byte by byte, none borrows from the next
+#if PROGRESSIVE
+#if ASYM
+  const u32 z0 = 0x64006400u | (by.zero[group] & 255) * 0x00010001u, z1 = 0x64006400u | (by.zero[group] >> 8) * 0x00010001u;
+#else
+  const u32 z0 = 0x64086408u, z1 = z0;
+#endif
+  const u32 high = half_sub2(0x63806380u, z1);           // -(64 + zero)
+  u32 pair[2];
+  rescale(q0, by.ratio[group], z0, high, pair);
+  f[0] = pair[0];
+  f[1] = pair[1];
+  rescale(q1, by.ratio[group], z0, high, pair);
+  f[2] = pair[0];
+  f[3] = pair[1];
+#elif ASYM                                               // code - zero point, byte by byte, none borrows from the next
   const u32 z0 = (by.zero[group] & 255) * 0x01010101u, z1 = (by.zero[group] >> 8) * 0x01010101u;
   const u32 u0 = q0 ^ 0x88888888u, u1 = q1 ^ 0x88888888u;
   f[0] = (((u0 & 0x0f0f0f0fu) | 0x80808080u) - z0) ^ 0x80808080u;
@@ -85,12 +122,7 @@ DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[
 #endif
 }
 
-#if SMALL_INT
-#define TO_FLOAT small_int_to_float
-#else
-#define TO_FLOAT (float)
-#endif
-#define CODE_UNIT (ACT_BITS == 8 && WEIGHT_BITS == 4 && !ASYM ? 0.0625f : 1.f)
+#define CODE_UNIT (ACT_BITS == 8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)
 
 DEVICE uint4 load_shared(u32 at) {
   uint4 v;
@@ -172,14 +204,6 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
   };
   prefetch_scales(blockIdx.x);
 #endif
-#if BY_GROUP && TURNS                                    // one warpgroup multiplies while the other one scales its sums
-  auto take_turn = [&]() { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); };
-  auto pass_turn = [&]() { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); };
-  if (warpgroup) pass_turn();
-#else
-  auto take_turn = []() {};
-  auto pass_turn = []() {};
-#endif
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
     const int tile = min(block / token_blocks * TILES + warp, tiles - 1);
     const int first_row = block / token_blocks * 128 + warpgroup * 64, first_token = block % token_blocks * TOKENS;
@@ -195,6 +219,25 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
 #endif
       }
     };
+#if PROGRESSIVE
+    float unit[2] = {0.f, 0.f};                          // of the row's bytes: its largest weight becomes 127 of them
+    for (int k = t; k < chunks * 64 / GROUP; k += 4) {
+      const u32 scale = __ldg((const u32*)S + pairs + k * 8);
+#if ASYM
+      const int zeros = __ldg(Z + pairs + k * 8), z0 = zeros & 255, z1 = zeros >> 8;
+      const float most0 = (float)max(z0, 15 - z0), most1 = (float)max(z1, 15 - z1);
+#else
+      const float most0 = 8.f, most1 = 8.f;
+#endif
+      unit[0] = fmaxf(unit[0], fabsf(scale_of(scale, 0)) * most0);
+      unit[1] = fmaxf(unit[1], fabsf(scale_of(scale, 1)) * most1);
+    }
+    UNROLL for (int k = 0; k < 2; k++) {
+      unit[k] = fmaxf(unit[k], __shfl_xor_sync(0xffffffffu, unit[k], 1));
+      unit[k] = fmaxf(unit[k], __shfl_xor_sync(0xffffffffu, unit[k], 2)) * (1.f / 127.f);
+    }
+    const float per_unit[2] = {unit[0] > 0.f ? 1.f / unit[0] : 0.f, unit[1] > 0.f ? 1.f / unit[1] : 0.f};
+#endif
     load_scales(0);
     prefetch_scales(block + gridDim.x);
 #elif ASYM
@@ -210,6 +253,11 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
       UNROLL for (int c = 0; c < CHUNKS; c++)
         UNROLL for (int k = 0; k < LOADS; k++) codes.q[c][k] = load_shared(at + (c * LOADS + k) * 512);
       by = coming;
+#if PROGRESSIVE
+      UNROLL for (int k = 0; k < SCALES; k++)
+        UNROLL for (int row = 0; row < 2; row++)
+          by.ratio[k][row] = half_twice(scale_of(by.scale[k], row) * per_unit[row]);
+#endif
       fetched++;
 #if GROUP
       load_scales(fetched);
@@ -235,7 +283,6 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
       advance();
       Scales now = by;                                   // of the sums to come
       UNROLL for (int k = 0; k < SCALES; k++) {
-        take_turn();
         wgmma_fence();
         UNROLL for (int s = k * 4 / SCALES; s < (k + 1) * 4 / SCALES; s++) {
           if (s == k * 4 / SCALES)
@@ -244,17 +291,15 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
             wgmma<true>(part, a[p][s], operand(current, s));
         }
         wgmma_commit();
-        if (TURNS == 1) pass_turn();
         if (k == SCALES - 1 && more) {
           fetch();
           UNROLL for (int s = 0; s < 4; s++) make(a[p ^ 1], s);
         }
         wgmma_wait<0>();
-        if (TURNS == 2) pass_turn();
         if (k == SCALES - 1) release(current);
         const float s0 = scale_of(now.scale[k], 0), s1 = scale_of(now.scale[k], 1);
         UNROLL for (int j = 0; j < TOKENS / 8; j++)
-          UNROLL for (int e = 0; e < 4; e++) sum[j][e] += (e >> 1 ? s1 : s0) * TO_FLOAT(part[j][e]);
+          UNROLL for (int e = 0; e < 4; e++) sum[j][e] += (e >> 1 ? s1 : s0) * (float)part[j][e];
       }
     };
 #else
@@ -262,7 +307,6 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
     auto multiply = [&](int p, bool more) {
       const int current = stage;
       advance();
-#if !INTERLEAVE
       wgmma_fence();
       UNROLL for (int s = 0; s < 4; s++) wgmma(sum, a[p][s], operand(current, s));
       wgmma_commit();
@@ -274,21 +318,6 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
         UNROLL for (int s = 0; s < 4; s++) make(a[p ^ 1], s);
       }
     };
-#else
-      if (more) fetch();
-      wgmma_fence();
-      wgmma(sum, a[p][0], operand(current, 0));
-      wgmma_commit();
-      wgmma_wait<1>();                                   // the step before
-      if (before >= 0) release(before);
-      before = current;
-      UNROLL for (int s = 0; s < 4; s++) {               // past the last step fragments of no use are made, to no harm
-        make(a[p ^ 1], s);
-        if (s < 3) wgmma(sum, a[p][s + 1], operand(current, s + 1));
-      }
-      wgmma_commit();
-    };
-#endif
 #endif
     int i = 0;
     for (; i + 2 <= steps; i += 2) {
@@ -302,7 +331,9 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
 #endif
 
     float gain[2] = {CODE_UNIT, CODE_UNIT};              // of rows g and g + 8
-#if !GROUP
+#if PROGRESSIVE
+    UNROLL for (int k = 0; k < 2; k++) gain[k] = unit[k];
+#elif !GROUP
     UNROLL for (int k = 0; k < 2; k++) gain[k] *= __ldg((const float*)S + min(tile * 16 + g + 8 * k, N - 1));
 #endif
     UNROLL for (int c = 0; c < TOKENS / 64; c++) {       // 64 tokens at a time

@@ -35,10 +35,10 @@ def _kernel(linear: QuantLinear, tokens: int, choice: Choice) -> tuple[str, Macr
 def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
     """Numbers of tokens and what multiplies them, each kernel at least once."""
     few = [(tokens, choose(linear.spec, tokens, device)) for tokens in BUCKETS]
-    many: Choice = choose(linear.spec, BUCKETS[-1] + 1, device)
-    if many is None:
-        return [*few, (BUCKETS[-1] + 1, many)]
-    return [*few, *((size, GemmConfig(size)) for size in gemm.TILES if size <= gemm.most_tokens(linear.spec))]
+    many = choose(linear.spec, BUCKETS[-1] + 1, device)
+    if isinstance(many, GemmConfig):
+        return [*few, *((BUCKETS[-1] + 1, config) for config in gemm.configs(linear.spec, exact=False))]
+    return [*few, (BUCKETS[-1] + 1, many)]
 
 
 def precompile(linears: Iterable[object], device: torch.device) -> None:

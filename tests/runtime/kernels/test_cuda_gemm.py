@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
@@ -37,6 +38,23 @@ def make_weight(rows: int, cols: int, scheme: QuantScheme, scale_dtype: torch.dt
     return QuantizedWeight(codes, scale.to(scale_dtype), zero, scheme)
 
 
+def rounded(x: Tensor) -> Tensor:
+    """float64 of x rounded per token to int8."""
+    scale = x.double().abs().amax(dim=1, keepdim=True) / 127
+    return (x.double() / scale).round() * scale
+
+
+def in_8_bits(weight: QuantizedWeight) -> Tensor:
+    """float64 [N, K] as progressive products see it: multiples of 1/127 of the largest weight that a row could have."""
+    columns = weight.shape[1] // weight.scale.shape[1]
+    zero = torch.full_like(weight.scale, 8) if weight.zero is None else weight.zero
+    reach = torch.maximum(zero.float(), 15 - zero.float())
+    unit = (weight.scale.float().abs() * reach).amax(dim=1, keepdim=True) / 127
+    ratio = (weight.scale.float() / unit).half().double().repeat_interleave(columns, dim=1)
+    code = weight.codes.double() - zero.double().repeat_interleave(columns, dim=1)
+    return (code * ratio).round() * unit.double()
+
+
 def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: GemmConfig | None) -> None:
     """`config` None: whatever the dispatch chooses."""
     rows, cols = weight.shape
@@ -51,17 +69,21 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     else:
         assert gemm.supports(packed, spec)
         y = apply_choice(x, packed, spec, config)
-    exact = x.double()
-    if scheme.act_bits:
-        scale = exact.abs().amax(dim=1, keepdim=True) / 127
-        exact = (exact / scale).round() * scale
-    dense = weight.dequantize(torch.float64).T
+    exact = rounded(x) if scheme.act_bits else x.double()
+    if (config or choose(spec, tokens, device)) in gemm.configs(spec, exact=True):
+        dense = weight.dequantize(torch.float64).T
+    else:
+        dense = in_8_bits(weight).T
     size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
     error = y.double() - exact @ dense
     tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if scheme.act_bits else 0.0)
     what = (scheme.name, rows, cols, tokens, dtype, config, SEED)
     assert float(error.norm() / size.norm()) < tolerance, what
     assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
+
+
+def every_config(spec: LinearSpec) -> list[GemmConfig]:
+    return list(dict.fromkeys([*gemm.configs(spec, exact=True), *gemm.configs(spec, exact=False)]))
 
 
 @pytest.mark.gpu
@@ -76,11 +98,11 @@ class TestOnHopper:
     def test_every_scheme(self, scheme: QuantScheme, dtype: torch.dtype) -> None:
         for rows, cols in [(208, 1152), (2056, 512), (37, 128), (1, 640)]:
             weight = make_weight(rows, cols, scheme)
-            for size in gemm.TILES:
-                if size <= gemm.most_tokens(LinearSpec(rows, cols, scheme, dtype=dtype)):
-                    for tokens in (1, size - 1, size, 2 * size + 3):
-                        if rows * tokens > 30:  # fewer sums do not average their errors
-                            check(weight, tokens, dtype, GemmConfig(size))
+            for config in every_config(LinearSpec(rows, cols, scheme, dtype=dtype)):
+                size = config.tokens
+                for tokens in (1, size - 1, size, 2 * size + 3):
+                    if rows * tokens > 30:  # fewer sums do not average their errors
+                        check(weight, tokens, dtype, config)
 
     @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w4g64-asym"])
     def test_more_tiles_than_multiprocessors(self, name: str) -> None:
@@ -103,21 +125,41 @@ class TestOnHopper:
             check(weight, tokens, torch.float16, None)
 
 
+@pytest.mark.gpu
+def test_progressive_products_err_by_half_a_step_of_8_bits_a_weight() -> None:
+    """A uniform error of a step u is u / sqrt(12) large on average; scales differ fourfold within a row."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    torch.manual_seed(SEED)
+    scheme = QuantScheme(4, 128, act_bits=8)
+    w = torch.randn(1024, 32, 128, device="cuda") * 4 ** torch.rand(1024, 32, 1, device="cuda")
+    scale = (w.abs().amax(dim=2) / 7.5).half()
+    codes = ((w / scale[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
+    weight = QuantizedWeight(codes, scale, None, scheme)
+    x = torch.randn(512, 4096, device="cuda").half()
+    spec = LinearSpec(1024, 4096, scheme, dtype=torch.float16)
+    y = apply_choice(x, pack_weight(weight, 8, x.device), spec, GemmConfig(128, progressive=True))
+    error = float((y.double() - rounded(x) @ weight.dequantize(torch.float64).T).norm())
+    step = 8 * scale.double().amax(dim=1) / 127
+    assert error < 1.1 * float(rounded(x).norm() * step.norm() / 12**0.5)
+
+
 def test_the_tile_fills_the_device() -> None:
-    w8a8, w4a8 = (LinearSpec(4096, 4096, QuantScheme.parse(name)) for name in ("w8a8", "w4g128a8"))
+    w8a8, w4a8, grouped = (LinearSpec(4096, 4096, QuantScheme.parse(n)) for n in ("w8a8", "w4g128a8", "w8g64a8"))
     assert gemm.pick(w8a8, 1024, 132) == GemmConfig(256)  # 128 tiles, one round; smaller ones take two or more
     assert gemm.pick(w8a8, 512, 132) == GemmConfig(128)  # again one round of 128
-    assert gemm.pick(w4a8, 2048, 132) == GemmConfig(128)  # the most that its sums leave room for
+    assert gemm.pick(w4a8, 1024, 132) == GemmConfig(256, progressive=True)
+    assert gemm.pick(grouped, 2048, 132) == GemmConfig(128)  # the most that its sums leave room for
 
 
 def test_every_tile_fits_a_multiprocessor() -> None:
     for scheme in SCHEMES:
         spec = LinearSpec(4096, 4096, scheme)
-        for size in gemm.TILES:
-            if size <= gemm.most_tokens(spec):
-                assert gemm.stages(spec, GemmConfig(size)) >= 4
-                assert gemm.shared_bytes(spec, GemmConfig(size)) <= 226 * 1024
+        for config in every_config(spec):
+            assert gemm.stages(spec, config) >= 4
+            assert gemm.shared_bytes(spec, config) <= 226 * 1024
 
 
 def test_a_choice_survives_the_table() -> None:
-    assert decode(encode(GemmConfig(128))) == GemmConfig(128)
+    for config in (GemmConfig(128), GemmConfig(64, progressive=True)):
+        assert decode(encode(config)) == config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda.choice import BUCKETS, bucket_of, choose, decode, encode, key, rule, save_tuned
+from qtool.runtime.kernels.cuda.choice import BUCKETS, bucket_of, decode, encode, key, rule, save_tuned
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
@@ -233,4 +233,5 @@ def test_the_shipped_table_can_be_used() -> None:
 
 
 def test_more_tokens_than_the_largest_bucket_have_none() -> None:
-    assert bucket_of(256) == 256 and bucket_of(257) is None
+    assert bucket_of(256) == 256
+    assert bucket_of(257) is None

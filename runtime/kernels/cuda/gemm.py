@@ -4,7 +4,7 @@ Int4 weights with scale groups and int8 activations have two ways. The exact one
 the sums in float32. The progressive one (GemmConfig.progressive; progressive group quantization, Lin et al. 2024, arXiv
 2405.04532) rounds every weight anew to 8 bits of the largest one that its row could have, so that one int32 sum serves
 the row. It takes two thirds of the time, and adds to each weight an error of at most half such a step. On the default
-model's 210 layers that costs 0.5 to 1.0 % of the result (medians by kind of layer), in each layer less than rounding the
+model's 210 layers that costs 0.5 to 1.0 % of the result (medians by kind), in each layer less than rounding the
 activations to int8 does (1.4 to 6.5 %), where rounding the weights to int4 costs 8 to 18 %. `pick`, and with it every
 product of more than 256 tokens, takes the progressive way.
 """

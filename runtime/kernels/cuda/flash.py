@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.driver import load_kernel
-from qtool.runtime.kernels.cuda.nvrtc import Macros
+from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
 from qtool.runtime.kernels.kv_cache import KVCache
 
 HEAD_DIMS = (64, 128)
-_TILES_BYTES = 512 << 20  # that the keys and values of a step may take
+_TILES_BYTES = 256 << 20  # that the keys and values of a step may take
 # Query-key pairs a key, and a query head of a KV head, from which laying out the keys pays: estimated from the rates of
 # memory (3 TB/s) and of both kernels (450 TFLOP/s; prefill.py 230, and 115 over an int8 cache) on an H200.
 _PAYS_FROM = {False: 300, True: 100}
@@ -56,54 +55,45 @@ def key_spans(first_row: int, lengths: Sequence[int], size: int) -> tuple[list[l
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _runs(device: torch.device, dim: int) -> bool:
+    return device.type == "cuda" and dim in HEAD_DIMS and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def pays(keys: PromptKeys, cache: KVCache, heads: int, window: int | None) -> bool:
     """Whether flash.cu runs such a step here and is likely the faster way."""
     _, _, both, dim = cache.values.shape
-    if dim not in HEAD_DIMS or not _is_hopper(cache.values.device):
+    if not _runs(cache.values.device, dim):
         return False
     pairs = keys.pairs if window is None else min(keys.pairs, keys.tokens * window)
     fits = len(keys.spans) * dim * both * dim * 2 <= _TILES_BYTES
     return fits and 2 * pairs * heads >= _PAYS_FROM[cache.scales is not None] * keys.keys * both
 
 
-def gather_macros(dtype: torch.dtype, cache: KVCache) -> Macros:
-    """All macros of gather.cu."""
-    dim = cache.values.shape[3]
-    return {
-        "D": dim,
-        "KEYS": dim,
-        "BF16": int(dtype == torch.bfloat16),
-        "KV": 0 if cache.scales is None else 2 if cache.static else 1,
-        "BS": cache.values.shape[1],
-        "WEIGHT_BITS": 8,
-    }
-
-
-def flash_macros(dtype: torch.dtype, dim: int) -> Macros:
-    """All macros of flash.cu."""
+@functools.cache
+def _gather_kernel(device: torch.device, dtype: torch.dtype, dim: int, kv: int, block_size: int) -> Kernel:
+    """kv: as the macro KV of rotate.cuh."""
     bf16 = int(dtype == torch.bfloat16)
-    return {
-        "D": dim,
-        "KEYS": dim,
-        "TOKENS": dim,
-        "BF16": bf16,
-        "ACT_BITS": 16,
-        "STAGES": _STAGES[dim],
-        "WEIGHT_BITS": 8,
-    }
+    macros = {"D": dim, "KEYS": dim, "BF16": bf16, "KV": kv, "BS": block_size, "WEIGHT_BITS": 8}
+    return load_kernel(device, "gather.cu", "gather", macros)
+
+
+@functools.cache
+def _flash_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> tuple[Kernel, int]:
+    """The kernel and its bytes of dynamic shared memory."""
+    macros = {"D": dim, "KEYS": dim, "TOKENS": dim, "BF16": int(dtype == torch.bfloat16)}
+    macros |= {"ACT_BITS": 16, "STAGES": _STAGES[dim], "WEIGHT_BITS": 8}
+    size = _STAGES[dim] * dim * dim * 2
+    return load_kernel(device, "flash.cu", "flash", macros, shared_limit=size), size
 
 
 def gather(cache: KVCache, tables: Tensor, spans: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys and values of `spans` in `dtype`, as flash.cu reads them. [tiles, kv_heads, 2, dim / 64, dim tokens, 64]"""
-    _, _, both, dim = cache.values.shape
+    _, block_size, both, dim = cache.values.shape
     device = cache.values.device
     out = torch.empty(len(spans), both // 2, 2, dim // 64, dim, 64, dtype=dtype, device=device)
     scales = cache.values if cache.scales is None else cache.scales
-    load_kernel(device, "gather.cu", "gather", gather_macros(dtype, cache)).launch(
+    kv = 0 if cache.scales is None else 2 if cache.static else 1
+    _gather_kernel(device, dtype, dim, kv, block_size).launch(
         (len(spans), both, 1),
         _GATHER_THREADS,
         (cache.values, scales, tables, spans, out, tables.stride(0), both // 2),
@@ -125,8 +115,8 @@ def flash_attention(
     """As prefill.prefill_attention, for a step for which `pays` holds."""
     dim, kv_heads = cache.values.shape[3], cache.values.shape[2] // 2
     kv = gather(cache, tables, keys.spans, qkv.dtype)
-    size = _STAGES[dim] * dim * dim * 2
-    load_kernel(qkv.device, "flash.cu", "flash", flash_macros(qkv.dtype, dim), shared_limit=size).launch(
+    kernel, size = _flash_kernel(qkv.device, qkv.dtype, dim)
+    kernel.launch(
         (heads, len(tiles), 1),
         _THREADS,
         (qkv, kv, tiles, keys.starts, out, heads, kv_heads, window or 1 << 30, dim**-0.5 * LOG2_E),

@@ -114,6 +114,9 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
     """
     int8, symmetric = spec.scheme.act_bits is not None, spec.scheme.symmetric
     few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
+    # From here on gemm.cu was the faster: over int8 activations, and over 16-bit ones where its tiles fill the device.
+    if capability == (9, 0) and bucket >= 128 and (int8 or spec.rows * bucket >= 6144 * 256):
+        return gemm.pick(spec, bucket, num_sms, exact=True)
     if bucket > few and capability == (9, 0) and (symmetric or not int8):
         blocks = -(-spec.rows // 128)
         split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)

@@ -67,19 +67,33 @@ def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
     return packed.chunks % 2 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
 
 
-# Nanoseconds of a step of K by tokens of a tile, measured on an H200: sums by group, and one sum.
-_STEP_NS = {True: {64: 360, 128: 568}, False: {64: 300, 128: 430, 256: 740}}
+# Nanoseconds of a step of K by tokens of a tile, measured on an H200.
+_STEP_NS = {
+    "16 bits": {64: 325, 128: 445, 256: 740},
+    "one sum": {64: 295, 128: 405, 256: 750},
+    "sums by group": {64: 390, 128: 590},
+    "progressive": {64: 520, 128: 595, 256: 745},
+}
 
 
-def pick(spec: LinearSpec, tokens: int, num_sms: int) -> GemmConfig:
-    """The tile that takes the least time for `tokens` activations: rounds over the device by a tile's cost."""
+def _kind(spec: LinearSpec, config: GemmConfig) -> str:
+    if not spec.scheme.act_bits:
+        return "16 bits"
+    return "progressive" if config.progressive else "sums by group" if has_groups(spec) else "one sum"
+
+
+def pick(spec: LinearSpec, tokens: int, num_sms: int, *, exact: bool = False) -> GemmConfig:
+    """The tile that takes the least time for `tokens` activations: rounds over the device by a tile's cost.
+
+    `exact`: no progressive one.
+    """
     row_blocks = -(-spec.rows // (16 * _TILES))
 
     def cost(config: GemmConfig) -> int:
         rounds = -(-row_blocks * -(-tokens // config.tokens) // num_sms)
-        return rounds * _STEP_NS[has_groups(spec) and not config.progressive][config.tokens]
+        return rounds * _STEP_NS[_kind(spec, config)][config.tokens]
 
-    return min(configs(spec, exact=False), key=cost)
+    return min(configs(spec, exact=exact), key=cost)
 
 
 def _stage_bytes(spec: LinearSpec, config: GemmConfig) -> int:

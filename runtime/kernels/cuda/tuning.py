@@ -133,7 +133,8 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
         found += skinny_candidates(spec, tokens, properties.major >= 9)
     if hopper and tokens > 8 and spec.cols % 128 == 0 and (spec.scheme.symmetric or not spec.scheme.act_bits):
         found += wide_candidates(spec, tokens, properties.multi_processor_count)
-    if hopper and tokens > 32 and (not spec.scheme.act_bits or spec.cols % 128 == 0):
+    whole = spec.cols % 128 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
+    if hopper and tokens > 32 and (not spec.scheme.act_bits or whole):
         found += [config for config in gemm.configs(spec, exact=True) if config.tokens <= 2 * tokens]
     if tokens > 16:
         found.append(None)

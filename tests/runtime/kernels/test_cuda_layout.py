@@ -10,7 +10,9 @@ from torch import Tensor
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import gemm
 from qtool.runtime.kernels.cuda.choice import BUCKETS, bucket_of, decode, encode, key, rule, save_tuned
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
@@ -195,6 +197,9 @@ def test_the_rule_stays_within_what_the_device_can(capability: tuple[int, int], 
             if isinstance(choice, WideConfig):
                 assert capability == (9, 0)
                 assert choice.shared_bytes(spec.scheme.act_bits or 16) <= 227 * 1024
+            elif isinstance(choice, GemmConfig):
+                assert capability == (9, 0)
+                assert choice in gemm.configs(spec, exact=True)
             elif isinstance(choice, SkinnyConfig):
                 assert bucket <= 64
                 assert choice.split == 1 or capability >= (9, 0)
@@ -228,10 +233,7 @@ def test_the_shipped_table_can_be_used() -> None:
         if isinstance(choice, WideConfig):
             assert choice.prefetch % 2 == 0
             assert choice.shared_bytes(spec.scheme.act_bits or 16) <= 227 * 1024
+        elif isinstance(choice, GemmConfig):
+            assert choice in gemm.configs(spec, exact=True)
         elif isinstance(choice, SkinnyConfig):
             assert choice.shared_bytes(int(bucket)) <= 227 * 1024
-
-
-def test_more_tokens_than_the_largest_bucket_have_none() -> None:
-    assert bucket_of(256) == 256
-    assert bucket_of(257) is None

@@ -12,8 +12,9 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import kernels
-from qtool.runtime.kernels.cuda.choice import Choice
+from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
 from qtool.runtime.kernels.cuda.rows import quantize_rows
@@ -62,7 +63,8 @@ def as_int8(x: Tensor) -> Tensor:
     return (x.double() / scale.clamp_min(1e-300)).round() * scale
 
 
-def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object) -> None:
+def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object, *, progressive: bool = False) -> None:
+    """`progressive`: int4 weights were rounded anew to 8 bits (gemm.py), which test_cuda_gemm.py checks more closely."""
     scheme = weight.scheme
     exact = as_int8(x) if scheme.act_bits else x.double()
     dense = weight.dequantize(torch.float64).to(x.device).T
@@ -70,7 +72,7 @@ def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object) -> None:
     error = y.double() - want
     size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
     # A token whose value / scale lies on a half rounds either way: at most a few codes of one in 127.
-    tolerance = TOLERANCE[x.dtype] + (1e-3 if scheme.act_bits else 0.0)
+    tolerance = TOLERANCE[x.dtype] + (1e-3 if scheme.act_bits else 0.0) + (8e-3 if progressive else 0.0)
     assert float(error.norm() / size.norm()) < tolerance, (what, SEED)
     assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, (what, SEED)
 
@@ -191,7 +193,9 @@ def test_odd_shapes_through_the_interface(name: str, rows: int, cols: int) -> No
             y = kernel.apply(x, packed, spec)
             assert y.shape == (tokens, rows)
             if tokens:
-                check(y, x, weight, (name, rows, cols, tokens, dtype))
+                choice = choose(spec, tokens, x.device)
+                progressive = isinstance(choice, GemmConfig) and choice.progressive
+                check(y, x, weight, (name, rows, cols, tokens, dtype), progressive=progressive)
 
 
 def test_per_channel_columns_that_no_vector_divides() -> None:

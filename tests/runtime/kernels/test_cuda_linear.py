@@ -64,7 +64,7 @@ def as_int8(x: Tensor) -> Tensor:
 
 
 def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object, *, progressive: bool = False) -> None:
-    """`progressive`: int4 weights were rounded anew to 8 bits (gemm.py), which test_cuda_gemm.py checks more closely."""
+    """`progressive`: int4 weights were rounded anew to 8 bits (gemm.py); test_cuda_gemm.py checks that more closely."""
     scheme = weight.scheme
     exact = as_int8(x) if scheme.act_bits else x.double()
     dense = weight.dequantize(torch.float64).to(x.device).T

@@ -3,29 +3,19 @@
 //
 // Column 32 h + 8 t + 4 u + 2 r + e of a chunk becomes element e of 4-byte word t of 16-byte unit 4 h + 2 u + r: the
 // place where the tensor cores look for what lane t multiplies. Units of row m are exchanged by m mod 8 (the 128-byte
-// swizzle of shared memory). A thread moves 32 columns of one token. Macros: TOKENS.
+// swizzle of shared memory). A thread writes one unit, eight threads a row. Macros: TOKENS.
 
 extern "C" __global__ void __launch_bounds__(128)
 arrange(const u8* X, u8* out, int M, int chunks) {
   pdl_launch_dependents();
-  const int i = blockIdx.x * 128 + threadIdx.x;          // half chunk
-  const int token = blockIdx.y, chunk = i >> 1, h = i & 1;
+  const int i = blockIdx.x * 128 + threadIdx.x, chunk = i >> 3, unit = i & 7, token = blockIdx.y;
   pdl_wait();
   if (chunk >= chunks) return;
-  uint4 v[4];
-#pragma unroll
-  for (int t = 0; t < 4; t++) {
-    v[t] = make_uint4(0, 0, 0, 0);
-    if (token < M) v[t] = load_activations(X + ((u64)token * chunks + chunk) * 128 + h * 64 + t * 16);
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (token < M) {
+    const u32* from = (const u32*)(X + ((u64)token * chunks + chunk) * 128) + (unit >> 2) * 16 + (unit & 3);
+    v = make_uint4(from[0], from[4], from[8], from[12]);
   }
   u8* row = out + (((u64)(token / TOKENS) * chunks + chunk) * TOKENS + token % TOKENS) * 128;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint4 unit;
-    unit.x = word(v[0], k);
-    unit.y = word(v[1], k);
-    unit.z = word(v[2], k);
-    unit.w = word(v[3], k);
-    *(uint4*)(row + (((4 * h + k) ^ (token & 7)) << 4)) = unit;
-  }
+  *(uint4*)(row + ((unit ^ (token & 7)) << 4)) = v;
 }

@@ -82,7 +82,7 @@ def arrange(x: Tensor, tokens: int) -> Tensor:
     out = torch.empty(blocks, chunks, tokens, CHUNK_COLS, dtype=x.dtype, device=x.device)
     constants = {"TOKENS": tokens, "BF16": 0, "WEIGHT_BITS": 4}
     load_kernel(x.device, "arrange.cu", "arrange", constants).launch(
-        (-(-chunks * 2 // _ARRANGE_THREADS), blocks * tokens, 1),
+        (-(-chunks * 8 // _ARRANGE_THREADS), blocks * tokens, 1),  # a thread for every 16 bytes
         _ARRANGE_THREADS,
         (x, out, x.shape[0], chunks),
         overlap=True,

@@ -38,7 +38,6 @@ from qtool.quant.structure import linear_shapes
 from qtool.sensitivity.allocate import Allocation, Limits, allocate, describe, uniform_allocations
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
-from qtool.sensitivity.verify import Measure, joint_measure, near_plans
 
 
 @dataclass(frozen=True)
@@ -143,21 +142,14 @@ def windows(folder: Path, text: Path, count: int, length: int) -> Tensor:
     return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
 
 
-def candidate_plans(
-    sensitivities: Mapping[str, Sensitivity], bits: list[float], measure: Measure, alternatives: int
-) -> dict[str, Allocation]:
+def candidate_plans(sensitivities: Mapping[str, Sensitivity], bits: list[float]) -> dict[str, Allocation]:
     first = next(iter(sensitivities.values()))
     plans = {f"uniform {name}": a for name, a in uniform_allocations(first).items() if name != "fp16"}
     for budget in bits:
         plans[f"first and last, {budget:g} bits"] = first_and_last(first, budget, "w4g64", "w8")
         for metric, sensitivity in sensitivities.items():
             plans[f"greedy {metric}, {budget:g} bits"] = greedy(sensitivity, budget)
-            limits = Limits(avg_bits=budget)
-            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, limits)
-            if alternatives:
-                pool = [allocate(sensitivity, limits), *near_plans(sensitivity, limits, count=alternatives)]
-                kl = measure([p.plan for p in pool])
-                plans[f"best of {len(pool)} measured {metric}, {budget:g} bits"] = pool[kl.index(min(kl))]
+            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, Limits(avg_bits=budget))
     return plans
 
 
@@ -188,12 +180,6 @@ def main() -> None:
     parser.add_argument("--method", default="rtn", help="of quantizing: rtn, gptq, rounding")
     parser.add_argument("--iters", type=int, default=DEFAULT_ITERS, help="of the rounding search, each block")
     parser.add_argument("--quantize-samples", type=int, default=32, help="sequences of --seq-len for --method")
-    parser.add_argument(
-        "--alternatives",
-        type=int,
-        default=0,
-        help="plans near the exact one, measured on --calibration: see plan --verify",
-    )
     parser.add_argument("--grid", nargs="+", default=["minmax"], choices=["minmax", "signed", "mse"], help="rtn's")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=1024)
@@ -224,7 +210,6 @@ def main() -> None:
         print(f"analyzed with {metric} in {time.perf_counter() - started:.0f} s", flush=True)
     if len(args.metric) > 1:
         print_rank_correlations(sensitivities)
-    measure = joint_measure(folder, calibration.tokens, device, rounding=args.rounding)
     tokens = windows(folder, args.text, args.windows, args.window)
     results: list[dict[str, Any]] = []
     with Checkpoint(folder) as checkpoint:
@@ -232,7 +217,7 @@ def main() -> None:
         walker, base = final_states(checkpoint, tokens, device, None, "minmax")
         print(f"16-bit perplexity {compare(walker, tokens, base, base).perplexity:.3f}\n")
         print("| plan | rounding | average bits | predicted | mean KL | ppl | top-1 % |\n|---|---|---|---|---|---|---|")
-        for name, plan in candidate_plans(sensitivities, args.bits, measure, args.alternatives).items():
+        for name, plan in candidate_plans(sensitivities, args.bits).items():
             if args.only and args.only not in name:
                 continue
             for grid in args.grid if args.method == "rtn" else [args.method]:

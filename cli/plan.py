@@ -75,14 +75,6 @@ def command(
             help="Measure the plan as a whole; where the prediction misses by 10 %, correct and solve again.",
         ),
     ] = False,
-    alternatives: Annotated[
-        int,
-        typer.Option(
-            "--alternatives",
-            min=0,
-            help="With --verify: so many plans of nearly the same sum are measured too, and the best is taken.",
-        ),
-    ] = 6,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="All budgets at once: a table, JSON, and a picture beside it (.png).")
     ] = False,
@@ -141,7 +133,7 @@ def command(
         if limits is None:
             _frontier(found, wishes, latency, measure, target, reporter)
         else:
-            _plan(found, limits, wishes, latency, measure, alternatives, target, reporter)
+            _plan(found, limits, wishes, latency, measure, target, reporter)
 
 
 def _check_model(model: str, found: Sensitivity, file: str) -> Path:
@@ -180,7 +172,6 @@ def _plan(
     wishes: list[Keep],
     latency: Latency | None,
     measure: Measure | None,
-    alternatives: int,
     target: Path,
     reporter: Reporter,
 ) -> None:
@@ -192,9 +183,7 @@ def _plan(
     from qtool.sensitivity.record import UNITS
     from qtool.sensitivity.verify import check
 
-    checked = None
-    if measure is not None:
-        checked = check(found, limits, measure, keep=wishes, latency=latency, alternatives=alternatives)
+    checked = None if measure is None else check(found, limits, measure, keep=wishes, latency=latency)
     chosen = allocate(found, limits, keep=wishes, latency=latency) if checked is None else checked.allocation
     details = {
         "model": found.model,

@@ -8,7 +8,6 @@ together are close to a power of the sum.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +21,12 @@ from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
-from qtool.quant.scheme import QuantPlan, scheme_name
-from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate, describe
+from qtool.quant.scheme import QuantPlan
+from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate
 from qtool.sensitivity.divergence import mean_kl
 from qtool.sensitivity.record import Sensitivity
 from qtool.sensitivity.rounding import batch_tokens, round_block, rounding_for
 
-JITTER = 0.15  # of the logarithm of each group's damage, for plans near the best
 TOLERANCE = 0.10  # a prediction that misses the measurement by more is corrected
 
 
@@ -156,13 +154,8 @@ def check(
     *,
     keep: Sequence[Keep] = (),
     latency: Latency | None = None,
-    alternatives: int = 0,
 ) -> Checked:
     """Solve, measure the plan as a whole, and where its sum misses the measurement fit a correction and solve again.
-
-    Plans of nearly the same sum differ in what is measured, since sums know nothing of how errors meet. So
-    `alternatives` (see near_plans) are measured beside the plan, and the best is taken; not with `limits.max_damage`,
-    where plans of one size are not what is asked for.
 
     The correction is fitted to plans at a third to three times the first plan's damage, which is not among them, so
     that its own measurement tells how well the correction predicts. It grows with the sum, so the best plan of a size
@@ -174,11 +167,7 @@ def check(
     """
     goal = limits.max_damage
     plan = allocate(sensitivity, limits, keep=keep, latency=latency)
-    pool = [plan]
-    if goal is None:
-        pool += near_plans(sensitivity, limits, keep=keep, latency=latency, count=alternatives)
-    kl, best = min((kl, i) for i, kl in enumerate(measure([p.plan for p in pool])))
-    plan = pool[best]
+    (kl,) = measure([plan.plan])
     measured = {plan.damage: kl}
     if not misses(plan.damage, kl) and (goal is None or kl <= goal):
         return Checked(plan, Correction(), plan.damage, kl, tuple(measured.items()))
@@ -198,34 +187,6 @@ def check(
         if measured[plan.damage] <= goal:
             break
     return Checked(plan, correction, predicted, measured[plan.damage], tuple(measured.items()))
-
-
-def near_plans(
-    sensitivity: Sensitivity, limits: Limits, *, keep: Sequence[Keep] = (), latency: Latency | None = None, count: int
-) -> list[Allocation]:
-    """At most `count` distinct plans close to the best one: the exact plans of damages that are off by 15 % or so,
-    group by group, as sensitivities are when other text is measured. The best plan itself is not among them; the same
-    inputs give the same plans.
-    """
-    found = {_names(sensitivity, allocate(sensitivity, limits, keep=keep, latency=latency).plan)}
-    plans = []
-    for seed in range(count):
-        draw = random.Random(seed)
-        groups = []
-        for group in sensitivity.groups:
-            factor = math.exp(draw.gauss(0, JITTER))
-            groups.append(replace(group, damage={name: factor * d for name, d in group.damage.items()}))
-        other = allocate(replace(sensitivity, groups=tuple(groups)), limits, keep=keep, latency=latency)
-        names = _names(sensitivity, other.plan)
-        if names not in found:
-            found.add(names)
-            plans.append(describe(sensitivity, names, latency))
-    return plans
-
-
-def _names(sensitivity: Sensitivity, plan: QuantPlan) -> tuple[str, ...]:
-    """The scheme of every group."""
-    return tuple(scheme_name(plan[group.members[0]]) for group in sensitivity.groups)
 
 
 def _around(sensitivity: Sensitivity, plan: Allocation, keep: Sequence[Keep]) -> list[Allocation]:

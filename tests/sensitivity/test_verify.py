@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from qtool.sensitivity.allocate import Limits, allocate, describe
 from qtool.sensitivity.frontier import frontier
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
-from qtool.sensitivity.verify import check, correct_curve, fit_correction, joint_kl, misses, near_plans
+from qtool.sensitivity.verify import check, correct_curve, fit_correction, joint_kl, misses
 
 CPU = torch.device("cpu")
 SCHEMES = ("fp16", "w8", "w4g32")
@@ -111,35 +110,6 @@ def test_a_prediction_that_holds_is_left_alone(found: Sensitivity) -> None:
     got = check(found, Limits(avg_bits=6), lambda plans: [1.05 * allocate(found, Limits(avg_bits=6)).damage])
     assert not got.correction.points
     assert got.predicted == got.allocation.damage
-
-
-def test_of_plans_near_the_best_that_which_measures_least_is_taken(found: Sensitivity) -> None:
-    alike = [replace(g, damage={"fp16": 0.0, "w8": 1e-4, "w4g32": 0.1 + 0.001 * i}) for i, g in enumerate(found.groups)]
-    found = replace(found, groups=tuple(alike))
-    limits = Limits(avg_bits=6)
-    near = near_plans(found, limits, count=20)
-    assert near == near_plans(found, limits, count=20)
-    exact = allocate(found, limits)
-    weights = sum(rows * cols for rows, cols in found.shapes.values())
-    assert near
-    for plan in near:
-        assert plan.plan != exact.plan
-        assert exact.damage <= plan.damage
-        assert plan.linear_bytes <= 6 * weights / 8
-    lucky = near[-1]
-
-    def measure(plans: Any) -> list[float]:
-        """The sums, but that errors cancel in one plan."""
-        names = [[scheme_name(p[g.members[0]]) for g in found.groups] for p in plans]
-        return [
-            describe(found, n).damage * (0.5 if p == lucky.plan else 1.0) for p, n in zip(plans, names, strict=True)
-        ]
-
-    got = check(found, limits, measure, alternatives=20)
-    assert got.allocation == lucky
-    assert got.measured == pytest.approx(0.5 * lucky.damage)
-    assert check(found, limits, measure).allocation == exact
-    assert check(found, Limits(max_damage=1.0), measure, alternatives=20).allocation.damage <= 1.0
 
 
 def test_max_kl_is_solved_again_under_the_corrected_limit(found: Sensitivity) -> None:

@@ -35,7 +35,7 @@ from qtool.quant.job import DEFAULT_ITERS, Job, prepare
 from qtool.quant.numerics import GridSearch
 from qtool.quant.scheme import QuantPlan
 from qtool.quant.structure import linear_shapes
-from qtool.sensitivity.allocate import Allocation, Limits, allocate, describe, uniform_allocations
+from qtool.sensitivity.allocate import Allocation, Limits, allocate, describe, greedy, uniform_allocations
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
 
@@ -101,27 +101,6 @@ def compare(walker: BlockWalker, tokens: Tensor, base: Sequence[Tensor], other: 
     return Outcome(kl / count, math.exp(nll / predicted), same / count)
 
 
-def greedy(sensitivity: Sensitivity, avg_bits: float) -> Allocation:
-    """From the smallest schemes upward: again and again the step that saves most damage per byte, while it fits."""
-    weights = sum(rows * cols for rows, cols in sensitivity.shapes.values())
-    left = math.floor(avg_bits * weights / 8)
-    sizes = [{s: sensitivity.group_bytes(g, s) for s in g.damage} for g in sensitivity.groups]
-    chosen = [min(size, key=lambda s, size=size: size[s]) for size in sizes]
-    left -= sum(size[s] for size, s in zip(sizes, chosen))
-    while True:
-        steps = [
-            ((g.damage[chosen[i]] - g.damage[s]) / (sizes[i][s] - sizes[i][chosen[i]]), i, s)
-            for i, g in enumerate(sensitivity.groups)
-            for s in g.damage
-            if 0 < sizes[i][s] - sizes[i][chosen[i]] <= left and g.damage[s] < g.damage[chosen[i]]
-        ]
-        if not steps:
-            return describe(sensitivity, chosen)
-        _, i, scheme = max(steps)
-        left -= sizes[i][scheme] - sizes[i][chosen[i]]
-        chosen[i] = scheme
-
-
 def first_and_last(sensitivity: Sensitivity, avg_bits: float, low: str, high: str) -> Allocation:
     """The rule of thumb: blocks from both ends inward get `high` while they fit, the rest `low`."""
     last = max(g.block for g in sensitivity.groups)
@@ -148,8 +127,9 @@ def candidate_plans(sensitivities: Mapping[str, Sensitivity], bits: list[float])
     for budget in bits:
         plans[f"first and last, {budget:g} bits"] = first_and_last(first, budget, "w4g64", "w8")
         for metric, sensitivity in sensitivities.items():
-            plans[f"greedy {metric}, {budget:g} bits"] = greedy(sensitivity, budget)
-            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, Limits(avg_bits=budget))
+            limits = Limits(avg_bits=budget)
+            plans[f"greedy {metric}, {budget:g} bits"] = greedy(sensitivity, limits)
+            plans[f"exact {metric}, {budget:g} bits"] = allocate(sensitivity, limits)
     return plans
 
 

@@ -118,6 +118,35 @@ def allocate(
     return describe(sensitivity, [list(o)[i] for o, i in zip(options, chosen)], latency)
 
 
+def greedy(sensitivity: Sensitivity, limits: Limits, *, keep: Sequence[Keep] = ()) -> Allocation:
+    """The usual rule, as something to compare with: from the smallest schemes upward, again and again the step that
+    saves most damage per byte, while it fits.
+
+    Raises:
+        QtoolError: as allocate(); limits of other things than size.
+    """
+    if limits.max_latency_ms is not None or limits.max_damage is not None:
+        raise QtoolError("the greedy rule knows budgets of size alone")
+    options = _options(sensitivity, keep)
+    sizes = [{s: sensitivity.group_bytes(g, s) for s in o} for g, o in zip(sensitivity.groups, options)]
+    bounds = _bounds(sensitivity, limits, [list(size.values()) for size in sizes])
+    _check_possible(bounds, "with these --keep wishes" if keep else "with the schemes measured")
+    chosen = [min(size, key=lambda s, size=size: (size[s], s)) for size in sizes]  # type: ignore[misc]
+    left = min(bound.limit for bound in bounds) - sum(size[s] for size, s in zip(sizes, chosen))
+    while True:
+        steps = [
+            ((o[chosen[i]] - o[s]) / (sizes[i][s] - sizes[i][chosen[i]]), i, s)
+            for i, o in enumerate(options)
+            for s in o
+            if 0 < sizes[i][s] - sizes[i][chosen[i]] <= left and o[s] < o[chosen[i]]
+        ]
+        if not steps:
+            return describe(sensitivity, chosen)
+        _, i, scheme = max(steps)
+        left -= sizes[i][scheme] - sizes[i][chosen[i]]
+        chosen[i] = scheme
+
+
 def describe(sensitivity: Sensitivity, names: Sequence[str], latency: Latency | None = None) -> Allocation:
     """The allocation that gives the i-th group the scheme names[i]; each must have been measured (or be 16-bit)."""
     by_layer = {m: name for g, name in zip(sensitivity.groups, names, strict=True) for m in g.members}

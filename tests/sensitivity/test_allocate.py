@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantScheme, scheme_name
-from qtool.sensitivity.allocate import Keep, Latency, Limits, allocate, uniform_allocations
+from qtool.sensitivity.allocate import Keep, Latency, Limits, allocate, greedy, uniform_allocations
 from qtool.sensitivity.record import GroupSensitivity, Sensitivity
 
 SCHEMES = ("fp16", "w8", "w4g128", "w4g64", "w4g32")
@@ -93,6 +93,19 @@ def test_equals_brute_force_under_avg_bits(problem: tuple[Sensitivity, float]) -
     assert got.average_bits <= bits
     assert got.average_bits == pytest.approx(8 * got.linear_bytes / weights)
     assert got.damage == pytest.approx(brute_force(sensitivity, size=int(bits * weights / 8))[0], rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_the_greedy_rule_fits_and_is_never_better(problem: tuple[Sensitivity, float]) -> None:
+    sensitivity, share = problem
+    low, high = size_range(sensitivity)
+    limits = Limits(max_bytes=int(low + share * (high - low)) + OTHER)
+    rule = greedy(sensitivity, limits)
+    assert rule.total_bytes <= (limits.max_bytes or 0)
+    assert allocate(sensitivity, limits).damage <= rule.damage * (1 + 1e-9) + 1e-12
+    with pytest.raises(QtoolError, match="greedy rule knows budgets of size alone"):
+        greedy(sensitivity, Limits(max_damage=1.0))
 
 
 @st.composite

@@ -13,7 +13,7 @@ from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.scheme import QuantPlan, scheme_name
-from qtool.sensitivity.allocate import Limits, allocate, describe
+from qtool.sensitivity.allocate import Limits, allocate, describe, greedy
 from qtool.sensitivity.frontier import frontier
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
@@ -104,6 +104,21 @@ def test_a_prediction_that_misses_is_corrected(found: Sensitivity) -> None:
     assert got.predicted == pytest.approx(got.measured, rel=1e-6)
     assert got.allocation.damage not in [d for d, _ in got.correction.points]  # it was predicted, not fitted
     assert len(measured) == len(got.measurements) == 1 + len(got.correction.points)
+
+
+def test_the_greedy_plan_is_taken_where_it_measures_less(found: Sensitivity) -> None:
+    budgets = [Limits(avg_bits=4.6 + 0.1 * i) for i in range(80)]
+    limits = next(b for b in budgets if greedy(found, b).plan != allocate(found, b).plan)
+    rule = greedy(found, limits)
+
+    def measure(plans: Any) -> list[float]:
+        names = [[scheme_name(p[g.members[0]]) for g in found.groups] for p in plans]
+        sums = [describe(found, n).damage for n in names]
+        return [0.5 * s if p == rule.plan else s for s, p in zip(sums, plans, strict=True)]
+
+    got = check(found, limits, measure)
+    assert got.allocation == rule
+    assert got.measured == pytest.approx(0.5 * rule.damage)
 
 
 def test_a_prediction_that_holds_is_left_alone(found: Sensitivity) -> None:

@@ -60,8 +60,14 @@ def load_draft(
     max_model_len: int | None,
     progress: ProgressFn = silent,
 ) -> Decoder:
-    """The draft model, for no longer texts than it was made for. Raises QtoolError as load_model."""
-    trained = decoder_config(read_config(folder)).max_position_embeddings
+    """The draft model, for no longer texts than it was made for. Raises QtoolError as load_model.
+
+    On a CPU a quantized one takes the activations' dtype of its kernels, whatever the target's is.
+    """
+    config = read_config(folder)
+    if device.type == "cpu" and "quantization_config" in config:
+        dtype = "auto"
+    trained = decoder_config(config).max_position_embeddings
     length = min(trained, max_model_len or target.config.max_position_embeddings)
     return load_model(
         folder, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=length, progress=progress

@@ -15,7 +15,7 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.engine.prompt_lookup import PromptLookup
 from qtool.runtime.engine.speculation import Proposer, SpeculationConfig, Speculator
-from qtool.runtime.executor.draft_model import DraftModel
+from qtool.runtime.executor.draft_model import CHUNK, DraftModel
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.step_costs import measure_step_costs
 from qtool.runtime.loader import load_model
@@ -99,7 +99,7 @@ def make_speculator(
             prefix_caching=prefix_caching,
             coupled=deterministic,
         )
-        model.runner.prepare(max_num_seqs, length)
+        model.runner.prepare(max_num_seqs, length, CHUNK)
         proposer, draft_runner, max_model_len = model, model.runner, length
     costs = measure_step_costs(
         runner, draft_runner, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len

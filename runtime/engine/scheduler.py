@@ -142,14 +142,17 @@ class Scheduler:
             elif in_flight and total >= request.max_num_tokens:
                 pass  # the token that a step on the device samples is the last one it may have
             elif total <= request.num_slots or self._make_room(request, total, scheduled):
-                draft = self._fit(request, drafts[request], spare) if drafts and request in drafts else NO_DRAFT
-                extra = len(draft.token_ids)
-                spare -= extra
-                scheduled[request] = ScheduledRequest(
-                    request, start, 1 + extra, request.block_table, request.generate, False, draft
-                )
+                if drafts and request in drafts:
+                    draft = self._fit(request, drafts[request], spare)
+                    extra = len(draft.token_ids)
+                    spare -= extra
+                    scheduled[request] = ScheduledRequest(
+                        request, start, 1 + extra, request.block_table, request.generate, False, draft
+                    )
+                else:
+                    scheduled[request] = ScheduledRequest(request, start, 1, request.block_table, request.generate)
         limit = self.config.max_num_batched_tokens
-        budget = limit - sum(work.num_tokens for work in scheduled.values())
+        budget = limit - (sum(work.num_tokens for work in scheduled.values()) if drafts else len(scheduled))
         most = limit if len(prefills) + len(self.waiting) <= 1 else max(1, int(limit * self.config.request_share))
         for request in prefills:
             if budget == 0:
@@ -284,26 +287,36 @@ class Scheduler:
                 self.finish(request, "error", result.error)
                 changed.append(request)
                 continue
-            drafted, accepted = len(work.draft.token_ids), result.accepted
-            start, done = work.start, work.start + work.num_tokens - drafted + accepted
+            start, done, draft = work.start, work.start + work.num_tokens, work.draft
+            if draft is not NO_DRAFT:
+                done += result.accepted - len(draft.token_ids)
             if start < request.num_prompt_tokens:
                 self.prompt_tokens += min(done, request.num_prompt_tokens) - start
             if request.num_in_flight:
                 request.num_in_flight -= work.sample
             ended = None
-            if result.token_id is not None:
+            token = result.token_id
+            if token is not None:
                 if request.first_token is None:
                     request.first_token = time.monotonic()
-                tokens = (*work.draft.token_ids[:accepted], result.token_id)
-                logprobs = (*result.accepted_logprobs, result.logprobs)
-                count, ended = self._end(request, tokens)
-                request.token_ids.extend(tokens[:count])
-                request.logprobs.extend(scores for scores in logprobs[:count] if scores is not None)
-                request.num_drafted += drafted
-                request.num_accepted += min(count, accepted)
-                self.generation_tokens += count
+                if draft is not NO_DRAFT:
+                    ended = self._take(request, work, result)
+                else:
+                    request.token_ids.append(token)
+                    if result.logprobs is not None:
+                        request.logprobs.append(result.logprobs)
+                    self.generation_tokens += 1
+                    total = len(request.token_ids)
+                    if (
+                        token in request.stop_token_ids
+                        or total >= request.max_num_tokens
+                        or request.matcher is not None
+                    ):
+                        ended = _end(request, token, total)
             if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
-                if done > request.num_computed_tokens or drafted:  # what was rejected is as if never computed
+                if (
+                    done > request.num_computed_tokens or draft is not NO_DRAFT
+                ):  # what was rejected is as if never computed
                     request.num_computed_tokens = done
                 if done // block_size > start // block_size:
                     self.kv.publish(request, min(done, len(request.token_ids)))
@@ -312,27 +325,44 @@ class Scheduler:
                 request.num_scored += result.num_scored
             if ended is not None:
                 self.finish(request, *ended)
-            if result.token_id is not None:
+            if token is not None:
                 changed.append(request)
             elif not request.generate and request.num_computed_tokens == request.num_tokens:
                 self.finish(request, "stop")
                 changed.append(request)
         return changed
 
-    def _end(self, request: Request, tokens: Sequence[int]) -> tuple[int, tuple[str, int | str | None] | None]:
-        """How many of its next tokens a request takes, and why it ends with the last of them, if it does."""
-        have = len(request.token_ids)
-        for count, token in enumerate(tokens, start=1):
-            outputs = have + count - request.num_prompt_tokens
-            if token in request.stop_token_ids and outputs > request.params.min_tokens:
-                return count, ("stop", token)
-            if request.matcher is not None and (misfit := request.matcher.accept(token)) is not None:
-                return count, ("error", f"the output left its form: {misfit}")
-            if request.matcher is not None and request.matcher.finished:
-                return count, ("stop", None)
-            if have + count >= request.max_num_tokens:
-                return count, ("length", None)
-        return len(tokens), None
+    def _take(
+        self, request: Request, work: ScheduledRequest, result: StepResult
+    ) -> tuple[str, int | str | None] | None:
+        """Append the accepted tokens of a draft and the one after them, up to one that ends the request; why it does."""
+        tokens = (*work.draft.token_ids[: result.accepted], result.token_id)
+        logprobs = (*(result.accepted_logprobs or (None,) * result.accepted), result.logprobs)
+        ended, count = None, 0
+        for token, scores in zip(tokens, logprobs, strict=True):
+            assert token is not None
+            request.token_ids.append(token)
+            if scores is not None:
+                request.logprobs.append(scores)
+            count += 1
+            if (ended := _end(request, token, len(request.token_ids))) is not None:
+                break
+        request.num_drafted += len(work.draft.token_ids)
+        request.num_accepted += min(count, result.accepted)
+        self.generation_tokens += count
+        return ended
+
+
+def _end(request: Request, token: int, total: int) -> tuple[str, int | str | None] | None:
+    """Why a request ends with `token`, its `total`-th with those of the prompt; None: it goes on."""
+    if token in request.stop_token_ids and total - request.num_prompt_tokens > request.params.min_tokens:
+        return "stop", token
+    if request.matcher is not None:
+        if (misfit := request.matcher.accept(token)) is not None:
+            return "error", f"the output left its form: {misfit}"
+        if request.matcher.finished:
+            return "stop", None
+    return ("length", None) if total >= request.max_num_tokens else None
 
 
 def _remove(requests: list[Request], request: Request) -> None:

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _RANK = attrgetter("rank")
 
+Ending = tuple[str, int | str | None]
+"""A finish_reason and its stop_reason."""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -353,7 +356,7 @@ class Scheduler:
         return ended
 
 
-def _end(request: Request, token: int, total: int) -> tuple[str, int | str | None] | None:
+def _end(request: Request, token: int, total: int) -> Ending | None:
     """Why a request ends with `token`, its `total`-th with those of the prompt; None: it goes on."""
     if token in request.stop_token_ids and total - request.num_prompt_tokens > request.params.min_tokens:
         return "stop", token

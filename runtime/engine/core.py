@@ -154,6 +154,8 @@ class EngineCore:
 
     def _may_overlap(self, step: _Ahead) -> bool:
         """The next step can be submitted before this one's results are known."""
+        if isinstance(step.handle, Exception):  # its requests are to end, not to go on
+            return False
         if not all(w.request.may_run_ahead and not w.draft.token_ids for w in step.scheduled):
             return False
         if self._speculator is None:

@@ -335,10 +335,8 @@ class Scheduler:
                 changed.append(request)
         return changed
 
-    def _take(
-        self, request: Request, work: ScheduledRequest, result: StepResult
-    ) -> tuple[str, int | str | None] | None:
-        """Append the accepted tokens of a draft and the one after them, up to one that ends the request; why it does."""
+    def _take(self, request: Request, work: ScheduledRequest, result: StepResult) -> Ending | None:
+        """Append the accepted tokens of a draft and the one after them, up to one that ends the request; why."""
         tokens = (*work.draft.token_ids[: result.accepted], result.token_id)
         logprobs = (*(result.accepted_logprobs or (None,) * result.accepted), result.logprobs)
         ended, count = None, 0

@@ -127,6 +127,28 @@ def test_flash_on_hopper(dim: int, mode: str, dtype: torch.dtype) -> None:
     check(dim, 4, 1, many, None, mode, dtype=dtype, flash=True)
 
 
+def test_keys_are_laid_out_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles take memory and time for every key: much work a key, or none at all."""
+    from qtool.runtime.kernels.cuda import flash
+    from qtool.runtime.kernels.kv_cache import make_kv_cache
+
+    monkeypatch.setattr(flash, "_runs", lambda device, dim: True)
+    cpu = torch.device("cpu")
+    cache = make_kv_cache(1, 16, 64, 128, dtype=torch.float16, mode="float", device=cpu)  # 32 KV heads
+
+    def pays(context: int, tokens: int, window: int | None = None) -> bool:
+        length = context + tokens
+        spans, starts = flash.key_spans(0, [length], 128)
+        there = (torch.tensor(spans), torch.tensor(starts))
+        return flash.pays(flash.PromptKeys(*there, tokens, length, tokens * length), cache, 32, window)
+
+    assert pays(0, 2048)
+    assert pays(8192, 512)
+    assert not pays(8192, 16)  # 8,208 keys for 16 queries
+    assert not pays(8192, 512, window=128)  # which sees few of them
+    assert not pays(30_000, 2048)  # 32,048 keys of 16 KiB are more than 256 MiB
+
+
 def test_spans_cover_every_key_once() -> None:
     from qtool.runtime.kernels.cuda.flash import key_spans
 

@@ -19,9 +19,7 @@ from torch import Tensor
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, num_sms
 from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.nvrtc import Macros
-from qtool.runtime.kernels.cuda.rows import quantize_rows
 from qtool.runtime.kernels.cuda.skinny import weight_macros
-from qtool.runtime.kernels.cuda.wide import arrange
 from qtool.runtime.kernels.interface import LinearSpec
 
 _THREADS = 384  # two warpgroups that multiply, one that copies
@@ -126,22 +124,13 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config:
     return load_kernel(device, "gemm.cu", "gemm", chosen, shared_limit=shared_bytes(spec, config))
 
 
-def prepare(x: Tensor, spec: LinearSpec, config: GemmConfig) -> tuple[Tensor, Tensor]:
-    """x [M, K] as gemm.cu reads it, and its scales [M] float32 (not read with 16-bit activations)."""
-    if spec.scheme.act_bits:
-        rows = quantize_rows(x, config.tokens)
-        return rows.codes, rows.scales
-    arranged = arrange(x, config.tokens)
-    return arranged, arranged
-
-
 def multiply(
     x: Tensor, x_scales: Tensor, packed: PackedWeight, spec: LinearSpec, config: GemmConfig, out: Tensor
 ) -> None:
     """out [M, N] = x @ weight.T.
 
     Args:
-        x, x_scales: from prepare.
+        x, x_scales: from wide.prepare.
         packed: a weight for which `supports` holds.
         out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
     """

@@ -112,9 +112,9 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
         elif isinstance(choice, WideConfig) and wide.supports(packed, spec):
-            wide.multiply(*wide.prepare(x, spec, choice), packed, spec, choice, out)
+            wide.multiply(*wide.prepare(x, spec, choice.tokens), packed, spec, choice, out)
         elif isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
-            gemm.multiply(*gemm.prepare(x, spec, choice), packed, spec, choice, out)
+            gemm.multiply(*wide.prepare(x, spec, choice.tokens), packed, spec, choice, out)
         elif multiplies_int8(packed, spec):
             int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:

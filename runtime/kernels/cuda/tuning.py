@@ -199,19 +199,19 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
         return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
     if isinstance(choice, WideConfig):
         wide_config = choice
-        ready = wide.prepare(x, spec, wide_config) if spec.scheme.act_bits else None
+        ready = wide.prepare(x, spec, wide_config.tokens) if spec.scheme.act_bits else None
         return graph_microseconds(
             lambda i: wide.multiply(
-                *(ready or wide.prepare(x, spec, wide_config)), rounds[i % count], spec, wide_config, out
+                *(ready or wide.prepare(x, spec, wide_config.tokens)), rounds[i % count], spec, wide_config, out
             ),
             calls,
         )
     if isinstance(choice, GemmConfig):
         gemm_config = choice
-        ready = gemm.prepare(x, spec, gemm_config) if spec.scheme.act_bits else None
+        ready = wide.prepare(x, spec, gemm_config.tokens) if spec.scheme.act_bits else None
         return graph_microseconds(
             lambda i: gemm.multiply(
-                *(ready or gemm.prepare(x, spec, gemm_config)), rounds[i % count], spec, gemm_config, out
+                *(ready or wide.prepare(x, spec, gemm_config.tokens)), rounds[i % count], spec, gemm_config, out
             ),
             calls,
         )

@@ -90,12 +90,13 @@ def arrange(x: Tensor, tokens: int) -> Tensor:
     return out
 
 
-def prepare(x: Tensor, spec: LinearSpec, config: WideConfig) -> tuple[Tensor, Tensor]:
-    """x [M, K] as wide.cu reads it, and its scales [M] float32 (not read with 16-bit activations)."""
+def prepare(x: Tensor, spec: LinearSpec, tokens: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] in the order of wide.cu and gemm.cu for tiles of so many tokens, and its scales [M] float32, which are
+    not read with 16-bit activations."""
     if spec.scheme.act_bits:
-        rows = quantize_rows(x, config.tokens)
+        rows = quantize_rows(x, tokens)
         return rows.codes, rows.scales
-    arranged = arrange(x, config.tokens)
+    arranged = arrange(x, tokens)
     return arranged, arranged
 
 

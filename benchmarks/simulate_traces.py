@@ -37,9 +37,14 @@ class StepTime:
     per_context_token: float
 
     def __call__(self, batch: Sequence[ScheduledRequest]) -> float:
-        tokens = sum(work.num_tokens for work in batch)
-        context = sum(work.start + work.num_tokens for work in batch)
+        tokens = context = 0
+        for _, start, num_tokens, *_ in batch:
+            tokens += num_tokens
+            context += start + num_tokens
         return self.per_step + self.per_token * tokens + self.per_context_token * context
+
+
+_TOKEN, _NOTHING = StepResult(0), StepResult()
 
 
 class Clockwork:
@@ -56,7 +61,7 @@ class Clockwork:
         self.now += seconds
         self.busy += seconds
         self.row_seconds += seconds * len(batch)
-        return [StepResult(0) if work.sample else StepResult() for work in batch]
+        return [_TOKEN if work.sample else _NOTHING for work in batch]
 
     def collect(self, step: list[StepResult]) -> list[StepResult]:
         return step
@@ -105,6 +110,7 @@ def simulate(
     clock = Clockwork(step_time)
     core = EngineCore(config, KVCacheManager(kv_tokens // block_size, block_size, prefix_caching=False), clock)
     numbers = itertools.count()
+    prompts = {prompt: bytes(prompt) for _, prompt, _ in trace}
     coming = arrivals(trace, count, speed)
     following = next(coming, None)
     ttft: list[float] = []
@@ -117,10 +123,12 @@ def simulate(
             at, prompt, output = following
             number = next(numbers)
             params = SamplingParams(max_tokens=output, temperature=0.0, priority=0 if number % 10 else -10)
-            core.add_request(Request(str(number), [0] * prompt, params, arrival=at))
+            request = Request(str(number), prompts[prompt], params, arrival=at)
+            request.token_ids = bytearray(prompt)  # a byte a token, since nobody reads them: many may wait
+            core.add_request(request)
             following = next(coming, None)
         for request in core.step():
-            if request.num_output_tokens == 1:
+            if len(request.token_ids) == request.num_prompt_tokens + 1:
                 ttft.append(clock.now - request.arrival)
                 if request.params.priority < 0:
                     urgent_ttft.append(ttft[-1])

@@ -1,0 +1,212 @@
+"""What the engine's features bring on a real model: `python benchmarks/engine_features.py MODEL`.
+
+- chunked: the TTFT of short requests while prompts of 2,000 tokens come in, prompts whole or in chunks.
+- prefix: the TTFT of a prompt whose first 512 tokens are in the cache, against the same engine without a cache.
+- waste: share of the KV slots in use that hold no token, over a mix of 80 % short and 20 % long answers.
+- kv: requests that a KV cache of 64 MiB holds at once, in the model's dtype and in int8, and what int8 costs (KL).
+- stop: tokens, steps and seconds that a stop string and the end of a form save.
+- swap: what preemption by swap and by recompute take in a cache that is too small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtool.runtime.bench import BenchRequest, mixed_workload, ordinary_tokens, run_engine
+from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
+from qtool.runtime.llm import LLM
+from qtool.runtime.llm_engine import LLMEngine
+from qtool.runtime.warm_up import warm_up
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """`at`: seconds from the start."""
+
+    at: float
+    prompt: list[int]
+    output: int
+
+
+def open_loop(engine: LLMEngine, arrivals: Sequence[Arrival]) -> list[float]:
+    """Seconds from the moment that each request was due to its first token."""
+    start, first = time.monotonic(), [0.0] * len(arrivals)
+    todo = list(enumerate(arrivals))[::-1]
+    while todo or engine.has_unfinished():
+        while todo and start + todo[-1][1].at <= time.monotonic():
+            number, arrival = todo.pop()
+            params = SamplingParams(max_tokens=arrival.output, temperature=0, ignore_eos=True)
+            engine.add_request(str(number), arrival.prompt, params)
+        if not engine.has_unfinished():
+            time.sleep(max(0.0, start + todo[-1][1].at - time.monotonic()))
+            continue
+        for output in engine.step():
+            if output.finished and output.metrics.first_token is not None:
+                number = int(output.request_id)
+                first[number] = output.metrics.first_token - start - arrivals[number].at
+    return first
+
+
+def chunked(model: str, tokens: list[int], short: int, rate: float, every: float, chunk: int) -> None:
+    """`rate` short requests a second (32 tokens in, 8 out), and one of 2,000 tokens every `every` seconds."""
+    rng = random.Random(0)
+    gaps = np.cumsum([rng.expovariate(rate) for _ in range(short)]).tolist()
+    arrivals = [Arrival(at, rng.choices(tokens, k=32), 8) for at in gaps]
+    arrivals += [
+        Arrival(every * (i + 0.5), rng.choices(tokens, k=2000), 8) for i in range(max(1, int(gaps[-1] / every)))
+    ]
+    arrivals.sort(key=lambda a: a.at)
+    p99 = {}
+    for name, budget in (("whole", 4096), (f"in chunks of {chunk}", chunk)):
+        engine = LLMEngine(model, max_num_batched_tokens=budget, max_num_seqs=32, max_model_len=2100)
+        warm_up(engine)
+        found = open_loop(engine, arrivals)
+        times = [t for t, a in zip(found, arrivals) if len(a.prompt) == 32]
+        long = [t for t, a in zip(found, arrivals) if len(a.prompt) == 2000]
+        p50, p99[name] = np.percentile(times, [50, 99])
+        print(
+            f"prompts {name}: TTFT of {len(times)} short requests p50 {p50:.3f} s, p99 {p99[name]:.3f} s; of "
+            f"{len(long)} long ones p50 {np.median(long):.2f} s",
+            flush=True,
+        )
+    whole, parts = p99.values()
+    print(f"chunked prefill: p99 TTFT of short requests {whole / parts:.1f}× lower", flush=True)
+
+
+def prefix(model: str, tokens: list[int], count: int) -> None:
+    rng = random.Random(1)
+    shared = rng.choices(tokens, k=512)
+    own = [rng.choices(tokens, k=16) for _ in range(count)]
+    medians = []
+    for caching in (False, True):
+        engine = LLMEngine(model, prefix_caching=caching, max_model_len=1024)
+        warm_up(engine)
+        open_loop(engine, [Arrival(0.0, shared + rng.choices(tokens, k=16), 1)])  # the first fills the cache
+        times = [open_loop(engine, [Arrival(0.0, shared + rest, 1)])[0] for rest in own]
+        medians.append(statistics.median(times))
+        print(f"prefix caching {'on' if caching else 'off'}: median TTFT {medians[-1] * 1000:.1f} ms", flush=True)
+    print(f"prefix caching: TTFT {medians[0] / medians[1]:.1f}× lower", flush=True)
+
+
+def waste(model: str, tokens: list[int], count: int) -> None:
+    engine = LLMEngine(model, max_num_seqs=16, max_model_len=1024, prefix_caching=False)
+    warm_up(engine)
+    load: list[BenchRequest] = mixed_workload(count, 128, seed=2, token_ids=tokens)
+    kv = run_engine(engine, load, concurrency=16).kv
+    assert kv is not None
+    print(
+        f"KV waste: {kv.waste:.2%} of the slots in use; {kv.blocks_in_use_at_end} blocks in use at the end", flush=True
+    )
+
+
+def kv(model: str, tokens: list[int], text: str) -> None:
+    fits, logits = [], []
+    for dtype in ("float", "int8"):
+        llm = LLM(model, kv_cache_dtype=dtype, kv_cache_memory=64 * MIB, max_num_seqs=64, max_model_len=1024)
+        rng = random.Random(3)
+        params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+        for i in range(48):
+            llm.engine.add_request(str(i), rng.choices(tokens, k=240), params)
+        most = 0
+        while llm.engine.has_unfinished():
+            llm.engine.step()
+            most = max(most, llm.engine.stats().num_running)
+        fits.append(most)
+        ids = llm.engine.encode(text)[:2048]
+        logits.append(torch.cat(list(llm.prompt_logits([ids[i : i + 512] for i in range(0, len(ids), 512)]))))
+        print(f"{dtype}: {llm.engine.memory.kv_tokens} tokens, {most} requests of 256 at once", flush=True)
+    base, other = (x.log_softmax(-1).double() for x in logits)
+    kl = (base.exp() * (base - other)).sum(-1)
+    print(
+        f"int8 KV cache: {fits[1] / fits[0]:.2f}× the requests; KL mean {kl.mean():.2e} nats, largest {kl.max():.2e}, "
+        f"over {len(kl)} tokens",
+        flush=True,
+    )
+
+
+def stop(model: str, count: int) -> None:
+    prompts = [f"Question {i}: name a colour and say why you like it.\nAnswer:" for i in range(count)]
+    form = StructuredOutputsParams(choice=["red", "green", "blue"])
+    base: dict[str, Any] = {"max_tokens": 96, "temperature": 0, "ignore_eos": True}
+    kinds = {
+        "to the end": SamplingParams(**base),
+        "stop='.'": SamplingParams(**base, stop=["."]),
+        "a choice": SamplingParams(**base, structured_outputs=form),
+    }
+    llm = LLM(model, max_model_len=512, max_num_seqs=16, prefix_caching=False)
+    llm.generate(prompts[:2], kinds["a choice"])  # loads the grammar's tokenizer
+    full: tuple[int, float] | None = None
+    for name, params in kinds.items():
+        before, began = llm.engine.stats(), time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds, after = time.perf_counter() - began, llm.engine.stats()
+        made = after.generation_tokens - before.generation_tokens
+        given = sum(len(o.outputs[0].token_ids) for o in outputs)
+        full = full or (made, seconds)
+        print(
+            f"{name}: {made} tokens computed, {given} given, {after.num_steps - before.num_steps} steps, "
+            f"{seconds:.1f} s ({made / full[0]:.0%} of the tokens, {seconds / full[1]:.0%} of the time)",
+            flush=True,
+        )
+
+
+def swap(model: str, tokens: list[int]) -> None:
+    rng = random.Random(4)
+    prompts = [rng.choices(tokens, k=200) for _ in range(12)]
+    params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+    for mode in ("recompute", "swap", "auto"):
+        llm = LLM(
+            model, kv_cache_memory=48 * MIB, swap_space=64 * MIB, max_model_len=512, preemption_mode=mode,
+            prefix_caching=False,
+        )  # fmt: skip
+        warm_up(llm.engine)
+        began = time.perf_counter()
+        llm.generate(prompts, params)
+        seconds, stats = time.perf_counter() - began, llm.engine.stats()
+        print(
+            f"{mode}: {seconds:.1f} s, {stats.num_preemptions} preemptions, {stats.num_swaps} by swap, "
+            f"{stats.prompt_tokens} prompt tokens computed",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--only", nargs="+", default=["chunked", "prefix", "waste", "kv", "stop", "swap"])
+    parser.add_argument("--text", help="file whose first 2,048 tokens show what an int8 KV cache costs", required=True)
+    parser.add_argument("--short-requests", type=int, default=100)
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--every", type=float, default=12.0, help="seconds between the long prompts")
+    parser.add_argument("--chunk", type=int, default=256)
+    args = parser.parse_args()
+    with open(args.text, encoding="utf-8") as file:
+        text = file.read(100_000)
+    probe = LLMEngine(args.model, max_model_len=64, kv_cache_memory=8 * MIB)
+    tokens = ordinary_tokens(probe.config["vocab_size"], probe.tokenizer.all_special_ids)
+    del probe
+    parts: dict[str, Callable[[], None]] = {
+        "chunked": lambda: chunked(args.model, tokens, args.short_requests, args.rate, args.every, args.chunk),
+        "prefix": lambda: prefix(args.model, tokens, 10),
+        "waste": lambda: waste(args.model, tokens, 32),
+        "kv": lambda: kv(args.model, tokens, text),
+        "stop": lambda: stop(args.model, 8),
+        "swap": lambda: swap(args.model, tokens),
+    }
+    for name in args.only:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main()

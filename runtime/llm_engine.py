@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer
 
 from qtool.quant.checkpoint import read_config
 from qtool.quant.device import resolve_device
@@ -25,11 +22,12 @@ from qtool.runtime.drafting import check_draft, load_draft, make_speculator
 from qtool.runtime.engine.core import EngineCore
 from qtool.runtime.engine.core import EngineStats as EngineStats  # part of this face
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
-from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from qtool.runtime.engine.params import CompletionOutput, RequestOutput, SamplingParams
 from qtool.runtime.engine.request import Request, Status
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.engine.speculation import speculation_config
 from qtool.runtime.engine.swap import MODES, PreemptionMode, SwapSpace
+from qtool.runtime.entry import Entry, best, request_metrics
 from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
@@ -37,20 +35,9 @@ from qtool.runtime.loader import check_kv_cache_dtype, load_model
 from qtool.runtime.memory_budget import MemoryBudget as MemoryBudget  # part of this face
 from qtool.runtime.memory_plan import Wishes, memory_limit, plan_memory
 from qtool.runtime.models import decoder_config
+from qtool.runtime.tokenizer import eos_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Entry:
-    """A client's request: its outputs (n of them), each a request of the core with its own detokenizer."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    parts: list[Request]
-    texts: list[Detokenizer | None]
-    fed: list[int] = field(default_factory=list)  # output tokens given to each detokenizer
 
 
 class LLMEngine:
@@ -221,8 +208,8 @@ class LLMEngine:
             ),
             swap=swap,
         )
-        self._entries: dict[str, _Entry] = {}
-        self._home: dict[Request, tuple[_Entry, int]] = {}
+        self._entries: dict[str, Entry] = {}
+        self._home: dict[Request, tuple[Entry, int]] = {}
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
 
@@ -290,7 +277,7 @@ class LLMEngine:
         count = params.best_of or params.n
         # The best are found by their log-probabilities.
         own = params if count == params.n else replace(params, logprobs=params.logprobs or 0)
-        entry = _Entry(request_id, tuple(ids), params, [], [], [0] * count)
+        entry = Entry(request_id, tuple(ids), params, [], [], [0] * count)
         for i in range(count):
             request = Request(
                 request_id=f"{request_id}/{next(self._ids)}",
@@ -339,7 +326,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; an output for every request that has something new."""
-        changed: dict[str, _Entry] = {}
+        changed: dict[str, Entry] = {}
         for request in self._core.step():
             entry, index = self._home[request]
             changed[entry.request_id] = entry
@@ -355,7 +342,7 @@ class LLMEngine:
                     del self._home[part]
         return outputs
 
-    def _detokenize(self, entry: _Entry, index: int) -> None:
+    def _detokenize(self, entry: Entry, index: int) -> None:
         """Bring an output's text up to its tokens; a stop string ends the request here."""
         request, text = entry.parts[index], entry.texts[index]
         if text is None:
@@ -380,7 +367,7 @@ class LLMEngine:
             if text.stop_reason is not None:
                 request.finish_reason, request.stop_reason = "stop", text.stop_reason
 
-    def _output(self, entry: _Entry) -> RequestOutput:
+    def _output(self, entry: Entry) -> RequestOutput:
         first = entry.parts[0]
         scores = None
         if entry.params.prompt_logprobs is not None and first.score_kind == "logprobs":
@@ -397,10 +384,10 @@ class LLMEngine:
                     finish_reason=part.finish_reason,
                     stop_reason=part.stop_reason,
                 )
-                for i, (part, text) in enumerate(_best(entry))
+                for i, (part, text) in enumerate(best(entry))
             ),
             finished=all(p.status is Status.FINISHED for p in entry.parts),
-            metrics=_metrics(entry.parts),
+            metrics=request_metrics(entry.parts),
             prompt_logprobs=scores,
         )
 
@@ -410,66 +397,3 @@ class LLMEngine:
     def check_integrity(self) -> None:
         """Raise RuntimeError where a KV block leaked or is counted wrongly."""
         self._core.check_integrity()
-
-
-def _best(entry: _Entry) -> list[tuple[Request, Detokenizer | None]]:
-    """The outputs to give: all of them, or the `n` of `best_of` with the highest mean log-probability, best first."""
-    found = list(zip(entry.parts, entry.texts))
-    if len(found) == entry.params.n:
-        return found
-
-    def mean_logprob(item: tuple[Request, Detokenizer | None]) -> float:
-        scores = item[0].logprobs
-        failed = item[0].finish_reason == "error" or not scores
-        return -math.inf if failed else sum(s.logprob for s in scores) / len(scores)
-
-    return sorted(found, key=mean_logprob, reverse=True)[: entry.params.n]
-
-
-def _metrics(parts: Sequence[Request]) -> RequestMetrics:
-    """Moments of a client's request: from the first of its outputs to begin to the last to end."""
-    ends = [p.finished for p in parts]
-    return RequestMetrics(
-        arrival=parts[0].arrival,
-        scheduled=min((p.scheduled for p in parts if p.scheduled is not None), default=None),
-        first_token=min((p.first_token for p in parts if p.first_token is not None), default=None),
-        finished=None if None in ends else max(end for end in ends if end is not None),
-        num_cached_tokens=parts[0].num_cached_tokens,
-        num_preemptions=sum(p.num_preemptions for p in parts),
-        num_drafted_tokens=sum(p.num_drafted for p in parts),
-        num_accepted_tokens=sum(p.num_accepted for p in parts),
-        num_swaps=sum(p.num_swaps for p in parts),
-    )
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises QtoolError where there is none or it is damaged."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise QtoolError(f"{folder}: no tokenizer (tokenizer.json) in the model folder")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        reason = " ".join(str(error).split())
-        raise QtoolError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {reason})") from None
-
-
-def eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """End-of-sequence ids of generation_config.json, else of config.json.
-
-    Raises:
-        QtoolError: generation_config.json is no JSON object, or the ids are none.
-    """
-    found, path = config.get("eos_token_id"), folder / "config.json"
-    if (own := folder / "generation_config.json").is_file():
-        try:
-            generation = json.loads(own.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise QtoolError(f"{own}: not valid JSON ({error})") from None
-        if not isinstance(generation, dict):
-            raise QtoolError(f"{own}: expected a JSON object, found {type(generation).__name__}")
-        if "eos_token_id" in generation:
-            found, path = generation["eos_token_id"], own
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise QtoolError(f"{path}: eos_token_id must be a token id or a list of them, got {found!r}")
-    return frozenset(ids)

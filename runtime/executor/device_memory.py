@@ -96,21 +96,34 @@ def estimated_activations(model: Decoder, max_num_seqs: int, max_num_batched_tok
 def largest_step(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[ScheduledRequest]:
-    """The mixed step that takes the most memory: all sequences at the end of the context, all but one decoding, and the
-    rest of the tokens in one prompt; every row is sampled through the filters that look at the whole vocabulary.
+    """The mixed step that takes the most memory: full of tokens, all sequences at the end of the context, as few as
+    hold the tokens being prompts and the others decodes; every row is sampled through the filters that look at the
+    whole vocabulary.
 
     All KV blocks are block 0: what is computed means nothing.
     """
     params = SamplingParams(temperature=1.0, typical_p=0.9, top_p=0.9, logprobs=0)
     table = [0] * -(-max_model_len // block_size)
     tokens = [0] * max_model_len
-    chunk = min(max_model_len, max(1, max_num_batched_tokens - max_num_seqs + 1))
     works = []
-    for number, count in enumerate([1] * (max_num_seqs - 1) + [chunk]):
+    for number, count in enumerate(_full_counts(max_num_seqs, max_num_batched_tokens, max_model_len)):
         request = Request(f"profile-{number}", [0], params, sample_seed=number)
         request.token_ids, request.num_prompt_tokens = tokens, max_model_len  # one list for all
         works.append(ScheduledRequest(request, max_model_len - count, count, table, True))
     return works
+
+
+def _full_counts(seqs: int, budget: int, longest: int) -> list[int]:
+    """Tokens of each sequence of a full step: decodes, then prompts of at most `longest` tokens, the longest last."""
+    prompts = 1
+    while prompts < seqs and seqs - prompts + prompts * longest < budget:
+        prompts += 1
+    counts, left = [1] * (seqs - prompts), budget - (seqs - prompts)
+    chunks: list[int] = []
+    while left > 0 and len(chunks) < prompts:
+        chunks.append(min(left, longest))
+        left -= chunks[-1]
+    return counts + chunks[::-1]
 
 
 def profile_step(

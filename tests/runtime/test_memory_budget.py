@@ -124,6 +124,10 @@ def test_the_largest_step_is_full() -> None:
     assert [w.num_tokens for w in works] == [1] * 7 + [57]
     assert all(w.start + w.num_tokens == 100 and len(w.block_table) == 7 and w.sample for w in works)
     assert [w.num_tokens for w in largest_step(1, 64, 40, 16)] == [40], "no longer than the context"
+    assert [w.num_tokens for w in largest_step(5, 130, 60, 16)] == [1, 1, 8, 60, 60], (
+        "several prompts, where one is short"
+    )
+    assert [w.num_tokens for w in largest_step(8, 8, 40, 16)] == [1] * 8
 
 
 def test_a_gpu_share_on_a_cpu_is_refused(tiny_model: Any) -> None:

@@ -182,13 +182,16 @@ def _write(source: Path, folder: Path, tensors: dict[str, torch.Tensor], blocks:
 
 def forms(arguments: argparse.Namespace, work: Path) -> None:
     source = resolve_model(arguments.model)
-    first_blocks(source, work / "first", 3)
+    chosen = arguments.forms.split(",")
     common: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "prefix_caching": False}
     engines = {"plain": LLM(source, **common)}
     common["dtype"] = str(engines["plain"].engine.dtype).removeprefix("torch.")
-    engines["prompt-lookup"] = LLM(source, speculative="prompt-lookup", **common)
-    engines["draft"] = LLM(source, speculative="draft", draft_model=str(work / "first"), **common)
-    if arguments.int4:
+    if "prompt-lookup" in chosen:
+        engines["prompt-lookup"] = LLM(source, speculative="prompt-lookup", **common)
+    if "draft" in chosen:
+        first_blocks(source, work / "first", 3)
+        engines["draft"] = LLM(source, speculative="draft", draft_model=str(work / "first"), **common)
+    if "self" in chosen and arguments.int4:
         engines["self"] = LLM(source, speculative="self", draft_model=arguments.int4, **common)
     texts = passages(engines["plain"], arguments.text.read_text(encoding="utf-8")[:2_000_000])
     for name, llm in engines.items():
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True, help="a long plain text")
     parser.add_argument("--int4", help="the model's INT4 artifact, for self-draft")
+    parser.add_argument("--forms", default="prompt-lookup,draft,self")
     parser.add_argument("--tenth", action="store_true", help="the second measurement")
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--extra", type=int, default=340, help="blocks that change nothing, for ten times the cost")

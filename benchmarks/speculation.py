@@ -40,6 +40,7 @@ from qtool.quant.hub import resolve_model
 from qtool.runtime.engine.core import EngineCore
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
+from qtool.runtime.engine.speculation import expected
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.llm import LLM
 
@@ -217,6 +218,19 @@ def costs(llm: LLM) -> str:
     )
 
 
+def each_accepted(share: float, count: int) -> float:
+    """With which probability each of `count` drafts must be accepted, where those before it are, so that `share` of all
+    of them are."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if expected(middle, count) < share * count:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
 def agreement(target: Path, draft: Path, texts: Sequence[Sequence[int]], length: int) -> float:
     """Share of the target's greedy tokens that are the draft's likeliest ones after the same text: the acceptance."""
     greedy = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
@@ -238,14 +252,15 @@ def tenth(arguments: argparse.Namespace, work: Path) -> None:
     }  # fmt: skip
     params = SamplingParams(max_tokens=arguments.length, temperature=0.0, ignore_eos=True)
     texts = passages(LLM(source, max_model_len=512), arguments.text.read_text(encoding="utf-8")[:2_000_000])
+    wanted = each_accepted(arguments.acceptance, 4)
     low, high, noise = 0.0, 2 * arguments.noise, arguments.noise
     for _ in range(8):
         perturbed(source, work / "small", noise, 0)
         found = agreement(work / "small", source, texts[:8], arguments.length)
         print(f"noise {noise:.4f}: acceptance {found:.3f}", flush=True)
-        if abs(found - arguments.acceptance) < 0.02:
+        if abs(found - wanted) < 0.015:
             break
-        low, high = (noise, high) if found > arguments.acceptance else (low, noise)
+        low, high = (noise, high) if found > wanted else (low, noise)
         noise = (low + high) / 2
     shutil.rmtree(work / "small")
     perturbed(source, work / "large", noise, arguments.extra)
@@ -263,7 +278,9 @@ def tenth(arguments: argparse.Namespace, work: Path) -> None:
         totals["draft"].equal += outputs["plain"] == outputs["draft"]
     print(costs(engines["draft"]))
     accepted, looked = decides.num_accepted_tokens, decides.num_verified_tokens
-    print(f"{accepted} accepted of {decides.num_draft_tokens} drafts, {looked} looked at: {accepted / looked:.2f}")
+    share = accepted / decides.num_draft_tokens
+    print(f"{accepted} of {decides.num_draft_tokens} drafts accepted: {share:.2f}", end="; ")
+    print(f"{accepted / looked:.2f} of those that were looked at")
     print(f"{totals['draft'].equal} of {arguments.rounds} outputs equal")
     print(f"speed-up {totals['plain'].seconds / totals['draft'].seconds:.2f} at K = 4 and concurrency 1")
 
@@ -275,7 +292,7 @@ def main() -> None:
     parser.add_argument("--int4", help="the model's INT4 artifact, for self-draft")
     parser.add_argument("--forms", default="prompt-lookup,draft,self")
     parser.add_argument("--tenth", action="store_true", help="the second measurement")
-    parser.add_argument("--acceptance", type=float, default=0.7)
+    parser.add_argument("--acceptance", type=float, default=0.7, help="share of all drafts that are accepted at K = 4")
     parser.add_argument("--extra", type=int, default=340, help="blocks that change nothing, for ten times the cost")
     parser.add_argument("--noise", type=float, default=0.1, help="where the search for the acceptance begins")
     parser.add_argument("--concurrency", default="1,2,4,8,16")

@@ -217,7 +217,7 @@ def test_expected_tokens_are_the_geometric_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "cost", "count"), [(0.7, 0.1, 6), (0.7, 0.65, 1), (0.7, 0.7, 0), (0.5, 0.2, 2), (0.99, 0.01, 8)]
+    ("acceptance", "cost", "count"), [(0.7, 0.1, 5), (0.7, 0.5, 1), (0.7, 0.6, 0), (0.5, 0.19, 2), (0.99, 0.01, 8)]
 )
 def test_a_draft_must_be_worth_its_cost(acceptance: float, cost: float, count: int) -> None:
     assert worthwhile(acceptance, cost, 8) == count

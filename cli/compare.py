@@ -38,10 +38,13 @@ def command(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Multiple-choice set: .jsonl (id, context, choices, answer); `grammar`, `facts`, `arithmetic`, "
-            "`retrieval`, `code`, `chinese`; or `none`. Repeatable."
+            help="Items of your own: .jsonl (docs/tasks.md); `grammar`, `facts`, `arithmetic`, `retrieval`, `code`, "
+            "`chinese`; or `none`. Repeatable."
         ),
     ] = None,
+    generations: Annotated[
+        int, typer.Option(min=0, help="Most prompts from the text to continue, to see where greedy outputs part.")
+    ] = 32,
     lm_eval_tasks: Annotated[
         str, typer.Option("--lm-eval-tasks", metavar="NAME,...", help="lm-eval tasks by name, beside the others.")
     ] = "",
@@ -114,6 +117,7 @@ def command(
             data=data,
             windows=windows,
             context=context,
+            generations=generations,
             tasks=sets,
             lm_eval_tasks=names,
             lm_eval_limit=lm_eval_limit,
@@ -184,7 +188,7 @@ def _print(reporter: Reporter, results: Sequence[Comparison]) -> None:
 
 
 def _print_one(reporter: Reporter, result: Comparison) -> None:
-    from qtool.evalsets.report import HEADER, change, megabytes, metric_row, reasons
+    from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, reasons
 
     title = f"{result.candidate.name} against {result.base.name}"
     rows = [dict(zip(HEADER, metric_row(m))) for m in result.metrics]
@@ -208,6 +212,11 @@ def _print_one(reporter: Reporter, result: Comparison) -> None:
         "noise floor KL": f"{noise.mean_kl:.2g}",
     }
     reporter.line("  ".join(f"{name}: {value}" for name, value in facts.items()))
+    for p in result.partings:
+        reporter.line(
+            f"greedy generations ({p.name}): half part within {median_text(p)} tokens, "
+            f"{p.same} of {len(p.positions)} are the same to the end"
+        )
     if kept := [m for m in (result.base, result.candidate) if m.recalled]:
         reporter.line("kept from an earlier run: " + "; ".join(f"{m.name}: {', '.join(m.recalled)}" for m in kept))
     for line in (*reasons(result), *result.notes):

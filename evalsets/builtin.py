@@ -9,7 +9,8 @@ from qtool.evalsets.chinese import chinese_set
 from qtool.evalsets.code import code_set
 from qtool.evalsets.facts import facts_set
 from qtool.evalsets.grammar import grammar_set
-from qtool.evalsets.items import ChoiceSet, read_choice_set
+from qtool.evalsets.items import ItemSet
+from qtool.evalsets.own_sets import read_set
 from qtool.evalsets.retrieval import retrieval_set
 
 BUILT_IN = {
@@ -22,7 +23,7 @@ BUILT_IN = {
 }
 
 
-def choice_set(task: str | Path) -> ChoiceSet:
-    """A built-in set by its name, or a user's file. Raises QtoolError as `read_choice_set`."""
+def item_set(task: str | Path) -> ItemSet:
+    """A built-in set by its name, or a user's file. Raises QtoolError as `read_set`."""
     make = BUILT_IN.get(str(task))
-    return read_choice_set(Path(task)) if make is None else make()
+    return read_set(Path(task)) if make is None else make()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -188,6 +188,34 @@ def trend_plot(runs: Sequence[str], losses: Mapping[str, Sequence[float | None]]
     return _svg(width, height, "Loss of each metric over the runs, as multiples of its limit", body)
 
 
+def parting_plot(curves: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Share of outputs still in common after 1, 2, … tokens: a falling staircase a set."""
+    width, height, left, right, top, bottom = 980.0, 250.0, 56.0, 150.0, 18.0, 208.0
+    longest = max(len(shares) for _, shares in curves)
+
+    def x(token: float) -> float:
+        return left + token / longest * (width - left - right)
+
+    def y(share: float) -> float:
+        return bottom - share * (bottom - top)
+
+    body = []
+    for share in (0.0, 0.5, 1.0):
+        kind = "marker" if share == 0.5 else "axis" if share == 0 else "grid"
+        body += [_line(left, y(share), width - right, y(share), kind)]
+        body += [_text(left - 8, y(share) + 4, f"{100 * share:.0f} %", "tick", "end")]
+    for tick in sorted({round(longest * part / 4) for part in range(5)}):
+        body.append(_text(x(tick), bottom + 18, str(tick), "tick", "middle"))
+    body.append(_text(width - right, bottom + 38, "tokens generated", "tick", "end"))
+    for place, (name, shares) in enumerate(curves):
+        steps = [f"M{x(0):.1f} {y(1.0):.1f}"]
+        for token, share in enumerate(shares, 1):
+            steps.append(f"V{y(share):.1f}H{x(token):.1f}")  # lost at a token: the fall stands where that token begins
+        body.append(f'<path d="{"".join(steps)}" class="curve curve{place % 4}"/>')
+        body.append(_text(width - right + 14, top + 6 + 20 * place, name, f"name curve{place % 4}-name"))
+    return _svg(width, height, "Share of greedy generations still in common", body)
+
+
 def _nice_ticks(low: float, high: float) -> list[float]:
     """1, 1.5, 2, 3, 5 and 7 times powers of ten between the ends; at most ten of them."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -195,8 +223,11 @@ def _nice_ticks(low: float, high: float) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / 10)] if ticks else []
 
 
-def scheme_map(schemes: Mapping[str, Mapping[str, Any]]) -> str:
-    """One cell a layer: a column a block, a row a projection; colour by bits, strength by measured error."""
+def scheme_map(schemes: Mapping[str, Mapping[str, Any]], blamed: Collection[str] = ()) -> str:
+    """One cell a layer: a column a block, a row a projection; colour by bits, strength by measured error.
+
+    Layers in `blamed` are framed and named.
+    """
     cells: dict[tuple[int, str], tuple[str, Mapping[str, Any]]] = {}
     for name, facts in schemes.items():
         if match := _LAYER.search(name):
@@ -205,7 +236,7 @@ def scheme_map(schemes: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     rows = list(dict.fromkeys(role for _, role in cells))
     blocks = sorted({block for block, _ in cells})
-    errors = [_error(facts) for _, facts in cells.values()]
+    errors = [layer_error(facts) for _, facts in cells.values()]
     worst = max((e for e in errors if e is not None), default=0.0)
     left, top, side = 160.0, 22.0, min(26.0, 800.0 / len(blocks))
     tall = 24.0
@@ -220,11 +251,13 @@ def scheme_map(schemes: Mapping[str, Mapping[str, Any]]) -> str:
             if (block, role) not in cells:
                 continue
             name, facts = cells[block, role]
-            error = _error(facts)
+            error = layer_error(facts)
             strength = 0.35 + 0.65 * math.sqrt(error / worst) if error is not None and worst > 0 else 1.0
             title = f"{name}: {facts['scheme']}" + (f", relative error {error:.4g}" if error is not None else "")
             kind = f"cell {scheme_class(str(facts['scheme']))}"
             body.append(_rect(left + side * column, y + 1, side - 2, tall - 2, kind, title, f"opacity:{strength:.2f}"))
+            if name in blamed:
+                body.append(_rect(left + side * column - 1, y, side, tall, "blamed", f"{title}: stands out"))
     return _svg(left + side * len(blocks) + 10, top + tall * len(rows) + 8, "Scheme of every layer", body)
 
 
@@ -233,6 +266,7 @@ def scheme_class(name: str) -> str:
     return "bits4" if name.startswith("w4") else "bits8" if name.startswith("w8") else "bits16"
 
 
-def _error(facts: Mapping[str, Any]) -> float | None:
-    value = facts.get("relative_error")
+def layer_error(facts: Mapping[str, Any]) -> float | None:
+    """Distance from the base where it was measured, else the error when the layer was quantized; None for neither."""
+    value = facts.get("distance", facts.get("relative_error"))
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

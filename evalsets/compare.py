@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtool.evalsets import statistics as st
-from qtool.evalsets.builtin import choice_set
+from qtool.evalsets.builtin import item_set
 from qtool.evalsets.divergence import WindowComparison
 from qtool.evalsets.fingerprint import answer_facts, environment, tokenizer_fingerprint
 from qtool.evalsets.gate import (
@@ -24,12 +25,17 @@ from qtool.evalsets.gate import (
     task_metric,
     verdict_of,
 )
-from qtool.evalsets.harness import Served, TaskResult, named_tasks
+from qtool.evalsets.harness import Generated
+from qtool.evalsets.harness import serve as serve_model
 from qtool.evalsets.items import only_distinct
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import Distribution, describe
+from qtool.evalsets.noise import NoiseFloor
+from qtool.evalsets.parting import TEXT_SET, Parting, Prompts, parting, text_prompts
 from qtool.evalsets.statistics import Interval, Verdict
-from qtool.evalsets.subject import NoiseFloor, Questions, Serve, Subject
+from qtool.evalsets.subject import Questions, Serve, Subject
+from qtool.evalsets.task_runs import TaskResult, named_tasks
+from qtool.evalsets.weight_distance import Suspect, layer_distances, suspect_notes, suspects, with_distances
 from qtool.evalsets.windows import text_windows
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
@@ -40,6 +46,7 @@ from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 
 DEFAULT_SET = "grammar"  # the built-in set that is asked where none is named
+GENERATIONS = 32  # prompts from the text that are continued greedily
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,9 @@ class Comparison:
     candidate: ModelFacts
     tasks: tuple[tuple[TaskResult, TaskResult], ...]
     windows: WindowComparison
-    schemes: dict[str, dict[str, Any]]  # layer → {"scheme", "relative_error", ...}; empty where there is no record
+    partings: tuple[Parting, ...]  # of prompts from the text first, then of every set that is generated
+    schemes: dict[str, dict[str, Any]]  # layer → {"scheme", "relative_error", "distance", ...}; {} where none is known
+    suspects: tuple[Suspect, ...]  # layers that stand out; looked for where the candidate does not pass
     settings: dict[str, Any]
     environment: dict[str, Any]
     started: str
@@ -110,8 +119,10 @@ class Comparison:
                 "kl": self.windows.window_means("kl").tolist(),
             },
             "worst": [asdict(p) for p in self.windows.worst],
+            "generation": [asdict(p) for p in self.partings],
             "tasks": [_task_dict(base, candidate) for base, candidate in self.tasks],
             "schemes": self.schemes,
+            "suspects": [asdict(s) for s in self.suspects],
             "settings": self.settings,
             "environment": self.environment,
             "started": self.started,
@@ -133,6 +144,7 @@ def compare_all(
     data: Path | None = None,
     windows: int = 8,
     context: int = 1024,
+    generations: int = GENERATIONS,
     tasks: Sequence[str | Path] = (DEFAULT_SET,),
     lm_eval_tasks: Sequence[str] = (),
     lm_eval_limit: int | None = None,
@@ -151,7 +163,8 @@ def compare_all(
         base, candidates: folder, hub id or built-in name.
         data: text for perplexity and divergence (.txt, or .jsonl with "text"); None: the standard library's.
         windows, context: how many windows of how many tokens of it.
-        tasks: multiple-choice files, or names of built-in sets (see `builtin`); may be empty.
+        generations: how many prompts from that text are continued at most, to see where greedy outputs part; 0: none.
+        tasks: files of items (see `own_sets`), or names of built-in sets (see `builtin`); may be empty.
         lm_eval_tasks: lm-eval's own tasks by name; `lm_eval_limit` items of each (None: all).
         thresholds: the gate's; None: the defaults.
         dtype, device: for the runtime; logits are compared in float32 whatever they are.
@@ -170,7 +183,9 @@ def compare_all(
     limits = thresholds or Thresholds()
     if not candidates:
         raise QtoolError("nothing to compare with the base: name at least one candidate")
-    sets = tuple(choice_set(task) for task in tasks)
+    if generations < 0:
+        raise QtoolError(f"--generations {generations}: a number of prompts, 0 for none")
+    sets = tuple(item_set(task) for task in tasks)
     only_distinct(sets)
     folders = [resolve_model(model, progress=progress) for model in (base, *candidates)]
     described = [_describe(folder) for folder in folders]
@@ -178,7 +193,8 @@ def compare_all(
     text = text_windows(tokenizer, data, windows=windows, context=context)
     manager = named_tasks(lm_eval_tasks)
     limits.check_tasks([*(s.name for s in sets), *(manager.all_tasks if manager else ())])
-    asked = Questions(text, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed)
+    prompts = text_prompts(text.tokens, generations)
+    asked = Questions(text, prompts, sets, manager, tuple(lm_eval_tasks), lm_eval_limit, tokenizer, seed)
 
     def subject(index: int, kv: str) -> Subject:
         role = "candidate" if index else "base"
@@ -197,11 +213,13 @@ def compare_all(
                 "name": s.name,
                 "source": s.source,
                 "items": len(s.items),
+                "metric": s.metric,
                 "chance": s.chance,
                 "fingerprint": s.fingerprint,
             }
             for s in sets
         ],
+        "generations": {"prompts": len(prompts.tokens), "max_tokens": prompts.max_tokens},
         "lm_eval_tasks": list(lm_eval_tasks),
         "lm_eval_limit": lm_eval_limit,
         "tokenizer": tokenizer_hash,
@@ -217,12 +235,14 @@ def compare_all(
     comparisons = []
     with first.logits() as spool:
         base_tasks = first.answers()
-        noise = first.noise(spool, base_tasks)
+        base_outputs = first.outputs()
+        noise = first.noise(spool, base_tasks, base_outputs)
         base_facts = _model_facts(str(base), described[0], first)
         first.release()
         for index, candidate in enumerate(candidates, 1):
             other = subject(index, kv_cache_dtype)
             compared, other_tasks = other.compare_text(spool, first.kept.key), other.answers()
+            other_outputs = other.outputs()
             other_facts = _model_facts(str(candidate), described[index], other)
             other.release()
             judged = judge_all(
@@ -235,9 +255,14 @@ def compare_all(
                 ],
                 limits.alpha,
             )
+            verdict, schemes = verdict_of(judged), layer_schemes(folders[index])
+            blamed: tuple[Suspect, ...] = ()
+            if verdict is not Verdict.PASS:
+                distances = layer_distances(folders[0], folders[index], progress=progress)
+                schemes, blamed = with_distances(schemes, distances), suspects(distances)
             comparisons.append(
                 Comparison(
-                    verdict=verdict_of(judged),
+                    verdict=verdict,
                     metrics=tuple(judged),
                     divergence=_divergence(compared, seed, limits.alpha),
                     noise=noise,
@@ -245,11 +270,13 @@ def compare_all(
                     candidate=other_facts,
                     tasks=tuple(zip(base_tasks, other_tasks, strict=True)),
                     windows=compared,
-                    schemes=layer_schemes(folders[index]),
+                    partings=_partings(prompts, base_outputs, other_outputs, base_tasks, other_tasks, tokenizer),
+                    schemes=schemes,
+                    suspects=blamed,
                     settings=settings,
                     environment=environment(),
                     started=started,
-                    notes=tuple(_notes(judged)),
+                    notes=(*_notes(judged), *suspect_notes(blamed)),
                 )
             )
     return comparisons
@@ -262,13 +289,7 @@ def _model_facts(name: str, described: tuple[str, int, str], subject: Subject) -
 
 
 def _runtime(dtype: str, device: str, seed: int, kv_cache_dtype: str = "auto") -> Serve:
-    def serve(folder: Path) -> Served:
-        from qtool.runtime.llm import LLM
-
-        llm: Served = LLM(folder, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, seed=seed)
-        return llm
-
-    return serve
+    return partial(serve_model, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, seed=seed)
 
 
 def _describe(folder: Path) -> tuple[str, int, str]:
@@ -304,6 +325,28 @@ def _divergence(compared: WindowComparison, seed: int, alpha: float) -> Divergen
     )
 
 
+def _partings(
+    prompts: Prompts,
+    base: Sequence[Generated],
+    candidate: Sequence[Generated],
+    base_tasks: Sequence[TaskResult],
+    candidate_tasks: Sequence[TaskResult],
+    tokenizer: Any,
+) -> tuple[Parting, ...]:
+    """Where outputs part: to the prompts from the text, and to those of every set that is generated."""
+    found = []
+    if prompts.tokens:
+        texts = [tokenizer.decode(list(p)) for p in prompts.tokens]
+        found.append(parting(TEXT_SET, prompts.max_tokens, base, candidate, texts, tokenizer))
+    for before, after in zip(base_tasks, candidate_tasks, strict=True):
+        if before.outputs and after.outputs:
+            ids = [i for i in before.outputs if i in after.outputs]
+            ours, theirs = ([r.outputs[i] for i in ids] for r in (before, after) if r.outputs)
+            longest = max(len(o.tokens) for o in (*ours, *theirs))
+            found.append(parting(before.name, longest, ours, theirs, [before.prompts[i] for i in ids], tokenizer))
+    return tuple(found)
+
+
 def layer_schemes(folder: Path) -> dict[str, dict[str, Any]]:
     """Layer → scheme name and measured error, from the artifact's qtool.json; empty where there is none to read."""
     try:
@@ -334,6 +377,9 @@ def _task_dict(base: TaskResult, candidate: TaskResult) -> dict[str, Any]:
         "chance": base.chance,
         "items": [{"id": i, "base": base.scores[i], "candidate": candidate.scores[i]} for i in ids],
     }
+    if base.outputs and candidate.outputs:
+        pairs = [(i, base.outputs[i].text, candidate.outputs[i].text) for i in ids]
+        document["outputs"] = [{"id": i, "base": b, "candidate": c} for i, b, c in pairs]
     if base.normalised and candidate.normalised:
         document["accuracy_per_character"] = {
             "base": float(np.mean([base.normalised[i] for i in ids])),

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from qtool.evalsets.compare import Comparison
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.ranking import ranked, worst_verdict
-from qtool.evalsets.report import HEADER, change, megabytes, metric_row, reasons
+from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, reasons
 from qtool.evalsets.statistics import Verdict
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -82,6 +82,11 @@ def _one(c: Comparison, level: str) -> list[str]:
         "",
         f"Weights: {megabytes(c.base.bytes)} → {megabytes(c.candidate.bytes)}. "
         f"Same likeliest token: {100 * c.divergence.same_top1:.2f} %.",
+        *(
+            f"Greedy generations ({_md(p.name)}): half part within {_md(median_text(p))} tokens, "
+            f"{p.same} of {len(p.positions)} are the same to the end."
+            for p in c.partings
+        ),
         "",
         "| " + " | ".join(_SHOWN) + " | verdict |",
         "|---|" + "---:|" * (len(_SHOWN) - 1) + "---|",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qtool.evalsets import statistics as st
-from qtool.evalsets.harness import TaskResult
 from qtool.evalsets.statistics import Array, Interval, Verdict
+from qtool.evalsets.task_runs import TaskResult
 from qtool.quant.errors import QtoolError
 
 KL, PERPLEXITY = "mean token KL", "perplexity"  # names of the metrics of the text
@@ -164,7 +164,7 @@ def _accuracy(
     flips = st.Flips.of([base.scores[i] == 1 for i in shared], [candidate.scores[i] == 1 for i in shared])
     right = sum(base.scores[i] == 1 for i in shared)
     chance = base.chance
-    at_chance = chance is not None and st.above_chance(right, len(shared), chance) > thresholds.alpha
+    why = _uninformative(right, len(shared), chance, thresholds.drop_of(base.name), thresholds.alpha)
     return GatedMetric(
         name=f"{base.name} accuracy",
         kind="accuracy",
@@ -175,14 +175,28 @@ def _accuracy(
         threshold=thresholds.drop_of(base.name),
         items=len(shared),
         unit="items",
-        verdict=Verdict.UNINFORMATIVE if at_chance else Verdict.INCONCLUSIVE,
+        verdict=Verdict.UNINFORMATIVE if why else Verdict.INCONCLUSIVE,
         p=st.mcnemar_drop(flips.losses, flips.gains),
         p_two_sided=st.mcnemar(flips.losses, flips.gains),
         losses=flips.losses,
         gains=flips.gains,
         chance=chance,
-        note=f"the base is at chance ({chance:.0%})" if at_chance else "",
+        note=why,
     )
+
+
+def _uninformative(right: int, items: int, chance: float | None, limit: float, alpha: float) -> str:
+    """Why a set says nothing about the candidate, or "": the base is no better than guessing, or so little better that
+    a candidate that only guesses would lose no more than the limit allows.
+    """
+    if chance is None:
+        return ""
+    if st.above_chance(right, items, chance) > alpha or right == 0:
+        return f"the base is at chance ({chance:.0%})" if chance else "the base gets no item right"
+    if right / items - chance <= limit:
+        room = f"{100 * (right / items - chance):.1f} points above chance ({chance:.0%})"
+        return f"the base is only {room}, so no loss could pass the limit of {100 * limit:g}"
+    return ""
 
 
 def _score(
@@ -192,9 +206,7 @@ def _score(
     b = np.array([base.scores[i] for i in shared])
     c = np.array([candidate.scores[i] for i in shared])
     scale = abs(float(b.mean()))
-    if scale == 0:
-        raise QtoolError(f"task {base.name}: the base scores 0 on every item, so a loss cannot be told")
-    difference = (b - c if base.higher_is_better else c - b) / scale
+    difference = (b - c if base.higher_is_better else c - b) / (scale or 1.0)
     return GatedMetric(
         name=f"{base.name} {base.metric}",
         kind="score",
@@ -205,6 +217,8 @@ def _score(
         threshold=thresholds.drop_of(base.name),
         items=len(shared),
         unit="items",
+        verdict=Verdict.INCONCLUSIVE if scale else Verdict.UNINFORMATIVE,
+        note="" if scale else "the base scores 0 on every item",
         p=st.paired_t(difference),
         settle=st.items_to_settle(
             float(difference.mean()),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.evalsets.gate import KL, PERPLEXITY, Thresholds
-from qtool.evalsets.items import read_text
+from qtool.evalsets.jsonlines import read_text
 from qtool.quant.errors import QtoolError
 
 _LIMITS = {"kl": "max", "perplexity": "max_increase", "accuracy": "max_drop"}  # table → its limit

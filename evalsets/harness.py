@@ -1,30 +1,24 @@
-"""lm-eval over our own runtime: its model class, and runs whose results can be paired item by item.
+"""lm-eval's model class over our own runtime.
 
 Importing this module registers the class as `qtool` in lm-eval's registry.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
-from lm_eval import evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from qtool.evalsets.items import ChoiceSet
+from qtool.evalsets.sharing import sharing_waves
+from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
@@ -32,7 +26,8 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
 
 MAX_GEN_TOKENS = 256  # lm-eval's own default
-HUB_PATIENCE_S = 4.0
+CPU_BLOCK = 1  # token: contexts are shared in whole blocks, and most of the work are short questions
+GENERATED_AT_ONCE = 128  # prompts, so that progress is seen
 
 
 class Scored(Protocol):
@@ -42,6 +37,14 @@ class Scored(Protocol):
     def logprobs(self) -> Sequence[float]: ...
     @property
     def greedy(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One output: its text, and its token ids (the end-of-sequence token included where it came)."""
+
+    text: str
+    tokens: tuple[int, ...]
 
 
 class Served(Protocol):
@@ -54,6 +57,16 @@ class Served(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> Sequence[RequestOutput]: ...
+
+
+def serve(folder: Path, *, device: str = "auto", **engine_args: Any) -> Served:
+    """The runtime over a model folder, with KV blocks that are small on a CPU. Raises QtoolError as LLMEngine."""
+    from qtool.runtime.llm import LLM
+
+    if resolve_device(device).type == "cpu":
+        engine_args.setdefault("block_size", CPU_BLOCK)
+    llm: Served = LLM(folder, device=device, **engine_args)
+    return llm
 
 
 @register_model("qtool")
@@ -90,10 +103,8 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         if (pretrained is None) == (served is None):
             raise QtoolError("lm-eval model qtool: pass pretrained=MODEL (or a served model, from Python)")
         if served is None:
-            from qtool.runtime.llm import LLM
-
             folder = resolve_model(str(pretrained))
-            served, tokenizer = LLM(folder, **engine_args), load_tokenizer(folder)
+            served, tokenizer = serve(folder, **engine_args), load_tokenizer(folder)
         self.served: Served = served
         self.tokenizer = tokenizer
         self.add_bos_token = add_bos_token
@@ -153,17 +164,16 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
             self.cache_hook.add_partial("loglikelihood", strings, result)
         return results
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]], at_once: int = 256) -> list[tuple[float, bool]]:
+    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Summed log-likelihood and greediness per pair; contexts too long for the model lose their beginning."""
         fitted = [(context[max(0, len(context) + len(cont) - self.max_length) :], cont) for context, cont in pairs]
-        # longest first, so that a batch holds lines of one length and want of memory shows at once
-        order = sorted(range(len(fitted)), key=lambda i: -sum(map(len, fitted[i])))
         results: list[tuple[float, bool]] = [(math.nan, False)] * len(fitted)
-        for start in range(0, len(order), at_once):
-            part = order[start : start + at_once]
-            for i, scored in zip(part, self.served.loglikelihood([fitted[i] for i in part]), strict=True):
+        done = 0
+        for wave in sharing_waves([context + cont for context, cont in fitted], [len(c) for c, _ in fitted]):
+            for i, scored in zip(wave, self.served.loglikelihood([fitted[i] for i in wave]), strict=True):
                 results[i] = (math.fsum(scored.logprobs), scored.greedy)
-            self.progress("likelihoods", start + len(part), len(order))
+            done += len(wave)
+            self.progress("likelihoods", done, len(fitted))
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -188,20 +198,38 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context until a stop string, the end-of-sequence token or `max_gen_toks`; greedy by default."""
-        prompts: list[list[int]] = []
+        contexts: list[str] = []
         params: list[SamplingParams] = []
         for request in requests:
             context, options = request.args
             sampling = _sampling(options)
-            room = self.max_length - sampling.max_tokens
-            if room < 1:
-                raise QtoolError(f"max_gen_toks {sampling.max_tokens} leaves no room for a prompt in {self.max_length}")
-            prompts.append(self.tok_encode(context)[-room:])
+            contexts.append(context)
             params.append(sampling)
-        texts = [output.outputs[0].text for output in self.served.generate(prompts, params)]
+        texts = [output.text for output in self.generate(contexts, params)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+    def generate(self, contexts: Sequence[str], params: Sequence[SamplingParams]) -> list[Generated]:
+        """Continue each context; one that leaves no room for `max_tokens` loses its beginning.
+
+        Raises:
+            QtoolError: before anything is generated: `max_tokens` takes the model's whole context.
+        """
+        for own in params:
+            if own.max_tokens >= self.max_length:
+                raise QtoolError(
+                    f"{own.max_tokens} tokens of output leave no room for a prompt in the model's {self.max_length}; "
+                    "ask for fewer (max_tokens, or lm-eval's max_gen_toks)"
+                )
+        prompts = [self.tok_encode(c)[own.max_tokens - self.max_length :] for c, own in zip(contexts, params)]
+        found: list[Generated] = []
+        for at in range(0, len(prompts), GENERATED_AT_ONCE):
+            part = slice(at, at + GENERATED_AT_ONCE)
+            outputs = (o.outputs[0] for o in self.served.generate(prompts[part], params[part]))
+            found += [Generated(o.text, tuple(o.token_ids)) for o in outputs]
+            self.progress("generating", len(found), len(prompts))
+        return found
 
 
 def _sampling(options: dict[str, Any]) -> SamplingParams:
@@ -222,183 +250,3 @@ def _sampling(options: dict[str, Any]) -> SamplingParams:
         top_k=int(options.get("top_k") or 0),
         stop=tuple(s for s in stop if s),
     )
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """One model's answers to one task, item by item.
-
-    Attributes:
-        name: the task; `metric`: what `scores` are.
-        chance: accuracy of guessing; None where guessing means nothing (generation).
-        scores: item id → score, 1.0 and 0.0 for right and wrong.
-        normalised: item id → right or wrong by likelihood per character; None where there are no choices.
-        margins: item id → log-likelihood of the right choice minus that of the best wrong one, in nats; likewise.
-        higher_is_better: direction of `metric`.
-        texts: item id → the question, for people.
-    """
-
-    name: str
-    metric: str
-    chance: float | None
-    scores: dict[str, float]
-    normalised: dict[str, float] | None
-    margins: dict[str, float] | None
-    higher_is_better: bool
-    texts: dict[str, str]
-
-    @property
-    def binary(self) -> bool:
-        return all(score in (0.0, 1.0) for score in self.scores.values())
-
-
-def run_choice_sets(lm: QtoolLM, sets: Sequence[ChoiceSet], *, seed: int = 0) -> list[TaskResult]:
-    """Let lm-eval run our own multiple-choice sets; per-item results in the sets' order."""
-    if not sets:
-        return []
-    samples = _evaluate(lm, [_task_config(s) for s in sets], TaskManager(include_defaults=False), seed)["samples"]
-    return [_choice_result(s, samples[s.name]) for s in sets]
-
-
-def _task_config(choice_set: ChoiceSet) -> dict[str, Any]:
-    rows = [
-        {"context": i.context, "choices": [i.delimiter + c for c in i.choices], "answer": i.answer}
-        for i in choice_set.items
-    ]
-
-    def dataset(**_: Any) -> Any:
-        from datasets import Dataset
-
-        return {"test": Dataset.from_list(rows)}
-
-    return {
-        "task": choice_set.name,
-        "custom_dataset": dataset,
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "context",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "target_delimiter": "",  # each item brings its own, in front of its choices
-        "metric_list": [{"metric": "acc"}],
-    }
-
-
-def _choice_result(choice_set: ChoiceSet, samples: list[dict[str, Any]]) -> TaskResult:
-    scores: dict[str, float] = {}
-    normalised: dict[str, float] = {}
-    margins: dict[str, float] = {}
-    for sample in samples:
-        item = choice_set.items[sample["doc_id"]]
-        likelihoods = [float(response[0]) for response in sample["filtered_resps"]]
-        if any(math.isnan(value) for value in likelihoods):
-            continue  # an item without an answer: missing, which the comparison never passes
-        per_character = [value / len(choice) for value, choice in zip(likelihoods, item.choices, strict=True)]
-        scores[item.id] = float(sample["acc"])
-        normalised[item.id] = float(per_character.index(max(per_character)) == item.answer)
-        best_wrong = max(value for i, value in enumerate(likelihoods) if i != item.answer)
-        margins[item.id] = likelihoods[item.answer] - best_wrong
-    texts = {i.id: f"{i.context}{i.delimiter}{i.choices[i.answer]}" for i in choice_set.items}
-    return TaskResult(choice_set.name, "accuracy", choice_set.chance, scores, normalised, margins, True, texts)
-
-
-def named_tasks(names: Sequence[str]) -> TaskManager | None:
-    """The index of lm-eval's own tasks (it takes long to read), with `names` checked; None where there are none.
-
-    Raises:
-        QtoolError: an unknown task, or a hub out of reach, from which the data come.
-    """
-    if not names:
-        return None
-    _check_hub(names)
-    manager = TaskManager()
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise QtoolError(f"--lm-eval-tasks: lm-eval knows no task {unknown[0]!r}; see `lm_eval ls tasks`")
-    return manager
-
-
-def run_named_tasks(
-    lm: QtoolLM, names: Sequence[str], manager: TaskManager | None, *, limit: int | None = None, seed: int = 0
-) -> list[TaskResult]:
-    """Run lm-eval's own tasks by name, on the first `limit` items of each (None: all).
-
-    Raises:
-        QtoolError: the data cannot be had.
-    """
-    if manager is None:
-        return []
-    try:
-        output = _evaluate(lm, list(names), manager, seed, limit)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise QtoolError(f"--lm-eval-tasks {','.join(names)}: cannot be run ({reason})") from None
-    better = output.get("higher_is_better", {})
-    return [_named_result(name, samples, better.get(name, {})) for name, samples in output["samples"].items()]
-
-
-def _named_result(name: str, samples: list[dict[str, Any]], higher_is_better: dict[str, bool]) -> TaskResult:
-    metrics = samples[0]["metrics"]
-    known = ("acc", "exact_match")
-    metric = next((m for m in known if m in metrics), metrics[0])
-    kept = samples[0]["filter"]  # a task may log every answer once per filter: one is enough
-    rows = [s for s in samples if s["filter"] == kept]
-    if not all(isinstance(s[metric], int | float) for s in rows):
-        raise QtoolError(f"lm-eval task {name}: metric {metric!r} has no number per item, so it cannot be paired")
-    # acc of several choices has a chance level; exact match and generation have none
-    choices = [len(s["arguments"]) for s in rows]
-    chance = sum(1 / n for n in choices) / len(choices) if metric == "acc" and min(choices) > 1 else None
-    scores = {str(s["doc_id"]): float(s[metric]) for s in rows}
-    texts = {str(s["doc_id"]): str(s["arguments"][0][0])[-200:] for s in rows}
-    return TaskResult(name, metric, chance, scores, None, None, higher_is_better.get(metric, True), texts)
-
-
-def _check_hub(names: Sequence[str]) -> None:
-    """Refuse within seconds where the hub is out of reach: the data sets library would retry for minutes."""
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
-        return  # the user says that the data are cached
-    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    reached = threading.Event()
-
-    def connect() -> None:
-        try:
-            host, port = str(address.hostname), address.port or (80 if address.scheme == "http" else 443)
-            with socket.create_connection((host, port), timeout=HUB_PATIENCE_S):
-                reached.set()
-        except OSError:
-            return
-
-    # in a thread of its own, since a name look-up that hangs cannot be timed out
-    probe = threading.Thread(target=connect, daemon=True)
-    probe.start()
-    probe.join(HUB_PATIENCE_S)
-    if not reached.is_set():
-        raise QtoolError(
-            f"--lm-eval-tasks {','.join(names)}: the data lie on the hub ({address.hostname}), which does not answer; "
-            "set HF_HUB_OFFLINE=1 if they are cached here, or bring a set of your own with --tasks FILE"
-        )
-
-
-def _evaluate(
-    lm: QtoolLM, tasks: list[Any], manager: TaskManager, seed: int, limit: int | None = None
-) -> dict[str, Any]:
-    """lm-eval's own evaluation. Not through simple_evaluate, which also asks git, pip and the system who they are."""
-    with _quiet_lm_eval():
-        loaded = manager.load(tasks)
-        for task in loaded["tasks"].values():
-            if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=seed)
-        output: dict[str, Any] = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
-    return output
-
-
-@contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
-    """lm-eval's remarks are kept out of our output while it runs; its errors are not."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""A multiple-choice item, a set of them, and the JSON-lines file that a user may bring, checked line by line."""
+"""What models are asked: items of three kinds, and named sets of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from qtool.quant.errors import QtoolError
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question: which of `choices` follows `context` best? `answer` is the index of the right one.
+    """One question in multiple choice: which of `choices` follows `context` best? `answer` is the right one's index.
 
     `delimiter` stands between context and choice: one space, or nothing where the context is empty.
     `kind` names the phenomenon or subject that the item tests ("" where the set has none).
@@ -29,12 +27,58 @@ class Item:
 
 
 @dataclass(frozen=True)
+class ClozeItem:
+    """A text whose end is to be predicted: right where greedy decoding after `context` gives every token of `target`.
+
+    Such as the last word of a passage (LAMBADA: Paperno et al. 2016, arXiv 1606.06031); the rest as in Item.
+    """
+
+    id: str
+    context: str
+    target: str
+    delimiter: str = " "
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class GenerationItem:
+    """A prompt to be continued freely (greedily), and what the output is compared with.
+
+    Attributes:
+        targets: answers, any of which will do; for the metric `regex` patterns, any of which may be found.
+        stop: strings that end the output and are no part of it; `max_tokens`: its longest length.
+        extract: a pattern whose last match in the output (its first group, where there is one) is judged instead of
+            the whole; "" judges the whole.
+        ignore_case: whether letters of either case are equal; `kind` as in Item.
+    """
+
+    id: str
+    context: str
+    targets: tuple[str, ...]
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 64
+    extract: str = ""
+    ignore_case: bool = False
+    kind: str = ""
+
+
+def _fingerprint(items: Sequence[Item | ClozeItem | GenerationItem]) -> str:
+    """sha256 (hex) over every item: two runs with the same fingerprint asked the same questions."""
+    text = json.dumps([asdict(item) for item in items], ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class ChoiceSet:
-    """A named set of items and where it came from."""
+    """A named set of multiple-choice items and where it came from."""
 
     name: str
     items: tuple[Item, ...]
     source: str
+
+    @property
+    def metric(self) -> str:
+        return "choice"
 
     @property
     def chance(self) -> float:
@@ -43,87 +87,63 @@ class ChoiceSet:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every item: two runs with the same fingerprint asked the same questions."""
-        text = json.dumps([asdict(item) for item in self.items], ensure_ascii=False, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """sha256 (hex) over every item: two runs with the same fingerprint asked the same questions."""
+        return _fingerprint(self.items)
 
 
-def read_text(path: Path, option: str) -> str:
-    """A whole UTF-8 file. Raises QtoolError (missing, not a file, not UTF-8 with the line, empty), naming `option`."""
-    if not path.is_file():
-        raise QtoolError(f"{option} {path}: no such file")
-    raw = path.read_bytes()
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        byte = f"{raw[error.start]:#04x}"
-        raise QtoolError(f"{option} {path}, line {line}: not UTF-8 (byte {byte}); convert the file") from None
-    if not text.strip():
-        raise QtoolError(f"{option} {path}: the file is empty")
-    return text
+@dataclass(frozen=True)
+class ClozeSet:
+    """A named set of cloze items and where it came from."""
+
+    name: str
+    items: tuple[ClozeItem, ...]
+    source: str
+
+    @property
+    def metric(self) -> str:
+        return "cloze"
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing one of tens of thousands of tokens: none."""
+        return 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint(self.items)
 
 
-def json_objects(path: Path, option: str) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) for each line of a JSON-lines file that is not blank. Raises QtoolError with the line."""
-    rows: list[tuple[int, dict[str, Any]]] = []
-    # not splitlines(): JSON strings may hold U+2028 and its like unescaped
-    for number, line in enumerate(read_text(path, option).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise QtoolError(f"{option} {path}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise QtoolError(f"{option} {path}, line {number}: expected a JSON object, found {type(row).__name__}")
-        rows.append((number, row))
-    return rows
+@dataclass(frozen=True)
+class GenerationSet:
+    """A named set of prompts for free generation, how outputs are judged, and where it came from.
 
-
-def read_choice_set(path: Path) -> ChoiceSet:
-    """A user's multiple-choice set: one object a line with `context`, `choices`, `answer`, and optionally `id`,
-    `delimiter` (default: one space) and `kind`.
-
-    Raises:
-        QtoolError: naming file and line: a field missing or of the wrong type, fewer than two choices or equal ones,
-            an answer outside the choices, an id that was there before, a bad encoding, no items at all.
+    `metric`: `exact` and `regex` are right or wrong, `rouge1` and `rougeL` a score in [0, 1].
     """
-    items: list[Item] = []
-    lines: dict[str, int] = {}
-    for number, row in json_objects(path, "--tasks"):
-        where = f"--tasks {path}, line {number}"
-        item = _item(row, where, default_id=f"line-{number}")
-        if item.id in lines:
-            raise QtoolError(f"{where}: id {item.id!r} was used before, on line {lines[item.id]}; ids must be unique")
-        lines[item.id] = number
-        items.append(item)
-    return ChoiceSet(path.stem, tuple(items), str(path))
+
+    name: str
+    items: tuple[GenerationItem, ...]
+    source: str
+    metric: str
+
+    @property
+    def chance(self) -> float | None:
+        """Accuracy of guessing; None for scores, which have none."""
+        return None if self.graded else 0.0
+
+    @property
+    def graded(self) -> bool:
+        """Whether items score shares, not right and wrong."""
+        return self.metric.startswith("rouge")
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.metric} {_fingerprint(self.items)}".encode()).hexdigest()
 
 
-def _item(row: dict[str, Any], where: str, default_id: str) -> Item:
-    if missing := [name for name in ("context", "choices", "answer") if name not in row]:
-        raise QtoolError(f"{where}: field {missing[0]!r} is missing (needed: context, choices, answer)")
-    context, choices, answer = row["context"], row["choices"], row["answer"]
-    item_id, delimiter, kind = row.get("id", default_id), row.get("delimiter", " "), row.get("kind", "")
-    if not isinstance(context, str):
-        raise QtoolError(f"{where}: context must be a string, found {type(context).__name__}")
-    if not isinstance(item_id, str | int):
-        raise QtoolError(f"{where}: id must be a string or a number, found {type(item_id).__name__}")
-    if not isinstance(delimiter, str) or not isinstance(kind, str):
-        raise QtoolError(f"{where}: delimiter and kind must be strings")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise QtoolError(f"{where}: choices must be a list of at least two non-empty strings")
-    if len(set(choices)) < len(choices):
-        raise QtoolError(f"{where}: two choices are equal")
-    if not isinstance(answer, int) or isinstance(answer, bool):
-        raise QtoolError(f"{where}: answer must be the index of the right choice, found {answer!r}")
-    if not 0 <= answer < len(choices):
-        raise QtoolError(f"{where}: answer {answer} is outside the choices (0 to {len(choices) - 1})")
-    return Item(str(item_id), context, tuple(choices), answer, delimiter if context else "", kind)
+ItemSet = ChoiceSet | ClozeSet | GenerationSet
 
 
-def only_distinct(sets: Sequence[ChoiceSet]) -> None:
+def only_distinct(sets: Sequence[ItemSet]) -> None:
     """Refuse two sets of one name, whose results could not be told apart. Raises QtoolError."""
     names = [s.name for s in sets]
     if twice := next((n for n in names if names.count(n) > 1), None):

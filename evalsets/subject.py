@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,18 @@ from typing import Any
 import torch
 
 from qtool.evalsets.divergence import LogitSpool, Position, WindowComparison, compare_windows, repeat_kl, spool_base
-from qtool.evalsets.harness import QtoolLM, Served, TaskResult, run_choice_sets, run_named_tasks
-from qtool.evalsets.items import ChoiceSet
+from qtool.evalsets.harness import Generated, QtoolLM, Served
+from qtool.evalsets.items import ItemSet
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import TokenScores
+from qtool.evalsets.noise import NOISE_ITEMS, NOISE_WINDOWS, NoiseFloor, noise_floor, set_noise, some_of
+from qtool.evalsets.parting import Prompts, from_json, generate_greedy, to_json
+from qtool.evalsets.task_runs import TaskResult, result_from, run_named_tasks, run_set
 from qtool.evalsets.windows import TextWindows
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn
 
-NOISE_WINDOWS = 1
-NOISE_EVERY = 20  # one item in so many is asked twice
-
 Serve = Callable[[Path], Served]
-
-
-@dataclass(frozen=True)
-class NoiseFloor:
-    """The base against itself, computed twice through the same runtime in another order of requests.
-
-    Attributes:
-        mean_kl, max_kl: nats, over `tokens` tokens.
-        flips: answers that changed, of `items` asked twice; None where there is no set.
-        max_margin_change: of the right choice's lead over the best wrong one, in nats; None likewise.
-    """
-
-    mean_kl: float
-    max_kl: float
-    tokens: int
-    items: int = 0
-    flips: int | None = None
-    max_margin_change: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +31,8 @@ class Questions:
     """What every model is asked. `manager` is lm-eval's index of tasks, None where none is asked for."""
 
     text: TextWindows
-    sets: tuple[ChoiceSet, ...]
+    prompts: Prompts
+    sets: tuple[ItemSet, ...]
     manager: Any
     lm_eval_tasks: tuple[str, ...]
     lm_eval_limit: int | None
@@ -139,58 +122,88 @@ class Subject:
         self.kept.keep("text", facts, {**_comparison_dict(compared), "tokens_per_s": self.text_tokens_per_s})
         return compared
 
+    def outputs(self) -> list[Generated]:
+        """Greedy outputs to the prompts from the text, in their order."""
+        return self._outputs("outputs", self._asked.prompts)
+
+    def _outputs(self, part: str, prompts: Prompts) -> list[Generated]:
+        if not prompts.tokens:
+            return []
+        facts = {"prompts": prompts.fingerprint}
+        found = self.kept.recall(part, facts, from_json)
+        if found is not None:
+            if part == "outputs":
+                self._recalled("generations", len(found))
+            return found
+        self._progress(f"{self._who}: generations", 0, len(prompts.tokens))
+        outputs = generate_greedy(self._model(), prompts)
+        self.kept.keep(part, facts, to_json(outputs))
+        return outputs
+
     def answers(self) -> list[TaskResult]:
         """Results of every set, then of lm-eval's tasks, in the order in which they were asked for."""
         results: list[TaskResult] = []
-        for choice_set in self._asked.sets:
+        for asked in self._asked.sets:
 
-            def own(lm: QtoolLM, one: ChoiceSet = choice_set) -> list[TaskResult]:
-                return run_choice_sets(lm, [one], seed=self._asked.seed)
+            def own(lm: QtoolLM, one: ItemSet = asked) -> list[TaskResult]:
+                return [run_set(lm, one, seed=self._asked.seed)]
 
-            results += self._ask("set", choice_set.name, {"items": choice_set.fingerprint}, own)
-        seed, limit = self._asked.seed, self._asked.lm_eval_limit
+            results += self._ask("set", asked.name, {"items": asked.fingerprint}, own)
         for name in self._asked.lm_eval_tasks:
-
-            def named(lm: QtoolLM, one: str = name) -> list[TaskResult]:
-                return run_named_tasks(lm, [one], self._asked.manager, limit=limit, seed=seed)
-
-            results += self._ask("lm-eval", name, {"limit": limit, "seed": seed}, named)
+            results += self._named("lm-eval", name, self._asked.lm_eval_limit)
         return results
+
+    def _named(self, part: str, name: str, limit: int | None) -> list[TaskResult]:
+        """Results of one of lm-eval's tasks (several, where it is a group), on its first `limit` items."""
+        seed = self._asked.seed
+
+        def run(lm: QtoolLM) -> list[TaskResult]:
+            return run_named_tasks(lm, [name], self._asked.manager, limit=limit, seed=seed)
+
+        return self._ask(part, name, {"limit": limit, "seed": seed}, run)
 
     def _ask(
         self, part: str, name: str, facts: Mapping[str, Any], run: Callable[[QtoolLM], list[TaskResult]]
     ) -> list[TaskResult]:
         facts = {"name": name, **facts}
-        found = self.kept.recall(part, facts, lambda body: [TaskResult(**result) for result in body])
+        found = self.kept.recall(part, facts, lambda body: [result_from(result) for result in body])
+        again = part.endswith("noise")
         if found is not None:
-            self._recalled(name, sum(len(r.scores) for r in found))
+            if not again:
+                self._recalled(name, sum(len(r.scores) for r in found))
             return found
-        results = run(self._lm(self._who))
+        results = run(self._lm(f"{self._who} again" if again else self._who))
         self.kept.keep(part, facts, [asdict(result) for result in results])
         return results
 
-    def noise(self, spool: LogitSpool, first: list[TaskResult]) -> NoiseFloor:
-        """The model against itself: one window of text, and every twentieth item of the first set, asked once more."""
-        sets = self._asked.sets
-        facts = {**self._asked.text_facts, "items": sets[0].fingerprint if sets else None}
-        found = self.kept.recall("noise", facts, lambda body: NoiseFloor(**body))
-        if found is None:
-            found = self._noise(spool, first)
-            self.kept.keep("noise", facts, asdict(found))
-        return found
+    def noise(self, spool: LogitSpool, first: Sequence[TaskResult], outputs: Sequence[Generated]) -> NoiseFloor:
+        """The model against itself, asked again in reverse order: one window of text, some items of every set and of
+        every task (see `noise.some_of`), and the prompts for generation.
+        """
+        before = {result.name: result for result in first}
+        sets = [set_noise(before[s.name], self._again(s)) for s in self._asked.sets]
+        for name in self._asked.lm_eval_tasks:
+            limit = min(self._asked.lm_eval_limit or NOISE_ITEMS, NOISE_ITEMS)
+            again = self._named("lm-eval-noise", name, limit)
+            sets += [set_noise(before[r.name], r) for r in again if r.name in before]
+        prompts = self._asked.prompts
+        reverse = Prompts(prompts.tokens[::-1], prompts.max_tokens)
+        return noise_floor(self._text_noise(spool), sets, outputs, self._outputs("outputs-noise", reverse)[::-1])
 
-    def _noise(self, spool: LogitSpool, first: list[TaskResult]) -> NoiseFloor:
-        kl = repeat_kl(self._model(), self._asked.text.tokens, spool, count=NOISE_WINDOWS)
-        floor = (kl.double().mean().item(), kl.max().item(), len(kl))
-        if not self._asked.sets:
-            return NoiseFloor(*floor)
-        asked, before = self._asked.sets[0], first[0]
-        some = asked.items[::NOISE_EVERY][::-1]
-        lm = self._lm(f"{self._who} again")
-        again = run_choice_sets(lm, [ChoiceSet(asked.name, some, asked.source)], seed=self._asked.seed)[0]
-        flips = sum(again.scores[i] != before.scores[i] for i in again.scores)
-        margins = [abs(again.margins[i] - before.margins[i]) for i in again.scores if again.margins and before.margins]
-        return NoiseFloor(*floor, items=len(some), flips=flips, max_margin_change=max(margins, default=None))
+    def _again(self, asked: ItemSet) -> TaskResult:
+        def run(lm: QtoolLM) -> list[TaskResult]:
+            return [run_set(lm, some_of(asked), seed=self._asked.seed)]
+
+        return self._ask("set-noise", asked.name, {"items": asked.fingerprint}, run)[0]
+
+    def _text_noise(self, spool: LogitSpool) -> dict[str, Any]:
+        facts = self._asked.text_facts
+        found = self.kept.recall("noise", facts, lambda body: {k: body[k] for k in ("mean_kl", "max_kl", "tokens")})
+        if found is None:
+            kl = repeat_kl(self._model(), self._asked.text.tokens, spool, count=NOISE_WINDOWS)
+            found = {"mean_kl": kl.double().mean().item(), "max_kl": kl.max().item(), "tokens": len(kl)}
+            self.kept.keep("noise", facts, found)
+        return found
 
     def _lm(self, who: str) -> QtoolLM:
         def progress(what: str, done: int, total: int) -> None:

@@ -48,7 +48,7 @@ class LLMEngine:
         dtype: auto, float32, bfloat16 or float16; of activations and KV cache (see loader.resolve_dtype).
         device: auto, cpu, cuda or cuda:N.
         kv_cache_dtype: auto, int8 or float (see loader.resolve_kv_cache).
-        block_size: tokens per KV block, 8 to 64.
+        block_size: tokens per KV block, 8 to 64; on a CPU 1 to 64.
         kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need; on a CPU at
             most a quarter of the available memory and the larger of 1 GiB and two requests of full length, on a GPU
             at most what `gpu_memory_utilization` leaves.
@@ -108,8 +108,10 @@ class LLMEngine:
         memory: DeviceMemory | None = None,
     ) -> None:
         length = None if max_model_len == "auto" else max_model_len
-        if not 8 <= block_size <= 64:
-            raise QtoolError(f"block_size must be between 8 and 64, got {block_size}")
+        where = resolve_device(device)
+        smallest = 1 if where.type == "cpu" else 8
+        if not smallest <= block_size <= 64:
+            raise QtoolError(f"block_size must be between {smallest} and 64, got {block_size}")
         if length is not None and length < 2:
             raise QtoolError(f"max_model_len must be at least 2, got {length}")
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
@@ -123,7 +125,6 @@ class LLMEngine:
             raise QtoolError(f"swap_space must be at least 0, got {swap_space}")
         check_kv_cache_dtype(kv_cache_dtype)
         speculation = speculation_config(speculative, draft_model, num_speculative_tokens, static_batching)
-        where = resolve_device(device)
         if deterministic and where.type != "cpu":
             raise QtoolError("deterministic: kernels on a GPU sum by the batch; take --device cpu, or leave it out")
         folder = resolve_model(model, progress=progress)

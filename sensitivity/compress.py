@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.evalsets.builtin import BUILT_IN, choice_set
+from qtool.evalsets.builtin import BUILT_IN, item_set
 from qtool.evalsets.compare import DEFAULT_SET, Comparison, compare
 from qtool.evalsets.gate import Thresholds
 from qtool.evalsets.items import only_distinct
 from qtool.evalsets.kept import baseline_folder
-from qtool.evalsets.report import reasons, write_report
+from qtool.evalsets.report import write_report
+from qtool.evalsets.report_cells import reasons
 from qtool.evalsets.statistics import Verdict
 from qtool.evalsets.windows import text_windows
 from qtool.quant.artifact import check_apart, check_target
@@ -197,7 +198,7 @@ def compress(
         return done
     check_target(out, overwrite=overwrite)
     check_folder(run.report)
-    only_distinct([choice_set(task) for task in wish.tasks])
+    only_distinct([item_set(task) for task in wish.tasks])
     text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
     return run.loop(blank)
 

@@ -53,6 +53,7 @@ class Request:
         sample_seed: seed of this request's random stream; with the position it decides the draw.
         rank: the lower, the sooner it is served; set when it is queued (engine/policy.py).
         max_num_tokens: prompt and output tokens with which it ends; set when it is queued.
+        last_is_spare: the last token is scored, but need not be computed.
         may_run_ahead: its next token can be computed before this one is known to the host: nothing but the token itself
             goes in.
         num_computed_tokens: with those of a step that is still on the device.
@@ -80,6 +81,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = 0
     may_run_ahead: bool = field(init=False)
+    last_is_spare: bool = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: list[Any] = field(default_factory=list)
     num_scored: int = 0
@@ -106,11 +108,15 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.may_run_ahead = self.params.greedy_argmax and self.score_from is None
+        self.last_is_spare = not self.generate and self.score_kind == "logprobs" and self.num_to_score > 0
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens together, those in flight included."""
-        return len(self.token_ids) + self.num_in_flight
+        """Tokens that are to be computed: prompt and output together, those in flight included.
+
+        Of a text that is only scored the last token is left out, since its logits score nothing.
+        """
+        return len(self.token_ids) + self.num_in_flight - self.last_is_spare
 
     @property
     def num_output_tokens(self) -> int:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
 VOCAB = 300
 
 
@@ -74,13 +76,14 @@ class FakeScored:
 
 
 class FakeServed:
-    """The runtime's three methods, computed one sequence at a time by transformers in float32."""
+    """The runtime's methods, computed one sequence at a time by transformers in float32."""
 
     def __init__(self, folder: Path, **engine_args: Any) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.max_model_len = int(self.model.config.max_position_embeddings)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         for sequence in sequences:
@@ -100,8 +103,26 @@ class FakeServed:
             results.append(FakeScored(tuple(picked.tolist()), bool((rows.argmax(-1) == targets).all())))
         return results
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
-        raise NotImplementedError("the comparison does not generate")
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Greedy, up to a stop string or the end of the sequence."""
+        return [self._greedy(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+
+    def _greedy(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        assert params.greedy
+        assert len(prompt) >= 1
+        made: list[int] = []
+        text = ""
+        while len(made) < params.max_tokens and len(prompt) + len(made) < self.max_model_len:
+            (logits,) = self.prompt_logits([[*prompt, *made]])
+            made.append(int(logits[-1].argmax()))
+            if made[-1] == self.model.config.eos_token_id:
+                break
+            text = self.tokenizer.decode(made)
+            if ends := [text.index(s) for s in params.stop if s in text]:
+                text = text[: min(ends)]
+                break
+        output = CompletionOutput(0, text, tuple(made), finish_reason="stop")
+        return RequestOutput("", tuple(prompt), (output,), True, RequestMetrics(0.0))
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def test_tables_of_facts_hold_no_name_twice(sets: dict[str, ChoiceSet]) -> None:
 
 
 def test_a_name_or_a_file(tmp_path: Path) -> None:
-    assert builtin.choice_set("facts") == facts.facts_set()
+    assert builtin.item_set("facts") == facts.facts_set()
     path = tmp_path / "facts.jsonl"
     path.write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}\n')
-    assert builtin.choice_set(path).items == (Item("line-1", "a", ("b", "c"), 0),)
+    assert builtin.item_set(path).items == (Item("line-1", "a", ("b", "c"), 0),)

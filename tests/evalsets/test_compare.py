@@ -16,7 +16,8 @@ import torch
 from qtool.evalsets.compare import Comparison, compare
 from qtool.evalsets.divergence import LogitSpool
 from qtool.evalsets.gate import Thresholds
-from qtool.evalsets.report import HEADER, html, metric_row, signed, write_report
+from qtool.evalsets.report import html, write_report
+from qtool.evalsets.report_cells import HEADER, metric_row, signed
 from qtool.evalsets.statistics import Verdict
 from qtool.quant.errors import QtoolError
 

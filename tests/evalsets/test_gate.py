@@ -10,7 +10,7 @@ import pytest
 
 from qtool.evalsets import gate
 from qtool.evalsets.gate import GatedMetric, Thresholds
-from qtool.evalsets.harness import TaskResult
+from qtool.evalsets.task_runs import TaskResult
 from qtool.evalsets.statistics import Verdict
 from qtool.quant.errors import QtoolError
 

@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from qtool.evalsets import harness
+from qtool.evalsets import harness, task_runs
 from qtool.evalsets.items import ChoiceSet, Item
 from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
@@ -93,7 +93,7 @@ def test_a_choice_set_runs_by_lm_eval(both: tuple[Any, Path], fake_served: Any) 
         Item("b", "", ("in the end", "on the end of it"), 0, ""),
         Item("c", "answer", ("天", "地"), 1, ""),
     )
-    (result,) = harness.run_choice_sets(ours, [ChoiceSet("odd", items, "here")])
+    (result,) = task_runs.run_choice_sets(ours, [ChoiceSet("odd", items, "here")])
     assert list(result.scores) == ["a", "b", "c"]
     assert result.chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
     for item in items:
@@ -128,4 +128,4 @@ def test_named_tasks_without_a_hub_are_refused_at_once(monkeypatch: pytest.Monke
     monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     with pytest.raises(QtoolError, match="does not answer"):
-        harness._check_hub(["arc_easy"])
+        task_runs._check_hub(["arc_easy"])

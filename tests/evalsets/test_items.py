@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from qtool.evalsets.grammar import grammar_set
-from qtool.evalsets.items import ChoiceSet, Item, only_distinct, read_choice_set
+from qtool.evalsets.items import ChoiceSet, Item, only_distinct
+from qtool.evalsets.own_sets import read_choice_set
 from qtool.quant.errors import QtoolError
 
 GOOD = {"id": "a", "context": "One and one is", "choices": ["two", "three"], "answer": 0}

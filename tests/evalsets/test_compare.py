@@ -33,9 +33,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _compare(base: Path, candidate: Path, served: Any, **options: Any) -> Comparison:
     # 60 items without a flip prove a drop below 4.9 points
-    return compare(
-        base, candidate, windows=4, context=96, serve=served, thresholds=Thresholds(max_drop=0.05), **options
-    )
+    options = {"windows": 4, "context": 96, "generations": 2, "thresholds": Thresholds(max_drop=0.05), **options}
+    return compare(base, candidate, serve=served, **options)
 
 
 def test_a_model_against_itself_passes(tiny: Path, task: Path, fake_served: Any) -> None:
@@ -92,7 +91,7 @@ def test_the_report_is_whole_and_fetches_nothing(
     assert not re.search(r"(src|href)\s*=|url\(|@import|<script", text)
     assert "item 0 &lt;b&gt;" in text or result.metrics[2].losses == 0
     assert "'b &amp; c'" in text or "&#x27;b &amp; c&#x27;" in text
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
     for m in result.metrics:
         assert m.name in text
     assert "model.layers.1.mlp.down_proj: w8, relative error 0.02" in text

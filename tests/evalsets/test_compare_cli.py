@@ -12,6 +12,7 @@ import pytest
 from qtool.cli.main import run
 
 SMALL = ["--windows", "2", "--context", "64", "--tasks", "none", "--dtype", "float32", "--device", "cpu", "--no-cache"]
+SMALL += ["--generations", "2"]
 
 
 def test_same_model_passes_and_a_damaged_one_fails(

@@ -21,7 +21,7 @@ from qtool.quant.errors import QtoolError
 
 @pytest.fixture(scope="module")
 def result(tiny: Path, tiny_noisy: Path, fake_served: Any) -> Comparison:
-    return compare(tiny, tiny_noisy, windows=2, context=64, tasks=[], serve=fake_served)
+    return compare(tiny, tiny_noisy, windows=2, context=64, generations=0, tasks=[], serve=fake_served)
 
 
 def _passed(result: Comparison, folder: Path) -> Comparison:
@@ -93,7 +93,7 @@ def test_histories_that_cannot_be_used(tmp_path: Path) -> None:
 def test_against_the_last_pass_by_the_command_line(
     tiny: Path, tiny_noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--windows", "2", "--context", "64", "--tasks", "none", "--dtype", "float32", "--no-cache"]
+    small = ["--windows", "2", "--context", "64", "--tasks", "none", "--generations", "0", "--dtype", "float32", "--no-cache"]
     common = [*small, "--device", "cpu", "--out", str(tmp_path / "out"), "--history", str(tmp_path / "runs"), "--quiet"]
     assert run(["compare", str(tiny), str(tiny), *common]) == 0
     assert run(["compare", str(tiny_noisy), *common, "--against", "last-pass"]) == 1

@@ -51,11 +51,12 @@ def test_a_second_run_loads_nothing_and_finds_the_same(
 ) -> None:
     serve, cache = Counting(fake_served), tmp_path / "cache"
     options: dict[str, Any] = {"windows": 3, "context": 64, "tasks": [task], "serve": serve, "cache": cache}
+    options["generations"] = 2
     fresh = compare(tiny, tiny_noisy, **options)
     assert serve.loaded == [tiny.name, tiny_noisy.name]
     again = compare(tiny, tiny_noisy, **options)
     assert len(serve.loaded) == 2
-    assert again.base.recalled == again.candidate.recalled == ("text", "short")
+    assert again.base.recalled == again.candidate.recalled == ("text", "short", "generations")
     assert _numbers(again) == _numbers(fresh)
 
     # another candidate: the base stays kept; a text of another length: its logits alone are asked for
@@ -75,7 +76,7 @@ def test_a_killed_run_goes_on_after_its_last_finished_part(
         def loglikelihood(self, pairs: Any) -> Any:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"windows": 2, "context": 64, "tasks": [task], "cache": tmp_path / "cache"}
+    options: dict[str, Any] = {"windows": 2, "context": 64, "generations": 0, "tasks": [task], "cache": tmp_path / "cache"}
     with pytest.raises(KeyboardInterrupt):
         compare(tiny, tiny_noisy, **options, serve=Killed)
     result = compare(tiny, tiny_noisy, **options, serve=fake_served)
@@ -89,7 +90,7 @@ def test_damaged_parts_are_evaluated_again_and_said(
     suffix: str, tiny: Path, tmp_path: Path, fake_served: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", logger="qtool")  # a command with --quiet may have run before
-    options: dict[str, Any] = {"windows": 2, "context": 64, "tasks": [], "cache": tmp_path / "cache"}
+    options: dict[str, Any] = {"windows": 2, "context": 64, "generations": 0, "tasks": [], "cache": tmp_path / "cache"}
     compare(tiny, tiny, **options, serve=fake_served)
     (path,) = (tmp_path / "cache").rglob(f"logits-*.{suffix}")
     raw = bytearray(path.read_bytes())
@@ -103,7 +104,7 @@ def test_damaged_parts_are_evaluated_again_and_said(
 
 def test_a_layer_changed_in_place_is_another_model(tiny: Path, tmp_path: Path, fake_served: Any) -> None:
     other = shutil.copytree(tiny, tmp_path / "other")
-    options: dict[str, Any] = {"windows": 2, "context": 64, "tasks": [], "cache": tmp_path / "c", "serve": fake_served}
+    options: dict[str, Any] = {"windows": 2, "context": 64, "generations": 0, "tasks": [], "cache": tmp_path / "c", "serve": fake_served}
     whole = compare(tiny, other, **options)
     weights = load_file(other / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"].mul_(-1)
@@ -149,9 +150,9 @@ def test_what_was_unused_for_longest_goes_first(tmp_path: Path) -> None:
 
 def test_several_candidates_share_one_base(tiny: Path, tiny_noisy: Path, fake_served: Any) -> None:
     serve = Counting(fake_served)
-    results = compare_all(tiny, [tiny_noisy, tiny], windows=2, context=64, tasks=[], serve=serve)
+    results = compare_all(tiny, [tiny_noisy, tiny], windows=2, context=64, generations=0, tasks=[], serve=serve)
     assert serve.loaded == [tiny.name, tiny_noisy.name, tiny.name]
     assert [r.candidate.name for r in results] == [str(tiny_noisy), str(tiny)]
     assert results[1].divergence.kl.max < 1e-6 < results[0].divergence.kl.mean
-    alone = compare(tiny, tiny_noisy, windows=2, context=64, tasks=[], serve=fake_served)
+    alone = compare(tiny, tiny_noisy, windows=2, context=64, generations=0, tasks=[], serve=fake_served)
     assert torch.equal(alone.windows.joined("kl"), results[0].windows.joined("kl"))

@@ -253,7 +253,7 @@ def scheme_map(schemes: Mapping[str, Mapping[str, Any]], blamed: Collection[str]
             name, facts = cells[block, role]
             error = layer_error(facts)
             strength = 0.35 + 0.65 * math.sqrt(error / worst) if error is not None and worst > 0 else 1.0
-            title = f"{name}: {facts['scheme']}" + (f", relative error {error:.4g}" if error is not None else "")
+            title = f"{name}: {facts['scheme']}" + (f", error {error:.4g}" if error is not None else "")
             kind = f"cell {scheme_class(str(facts['scheme']))}"
             body.append(_rect(left + side * column, y + 1, side - 2, tall - 2, kind, title, f"opacity:{strength:.2f}"))
             if name in blamed:

@@ -94,14 +94,19 @@ def test_the_report_is_whole_and_fetches_nothing(
     assert text.count("<svg") == 5
     for m in result.metrics:
         assert m.name in text
-    assert "model.layers.1.mlp.down_proj: w8, relative error 0.02" in text
+    assert "model.layers.1.mlp.down_proj: w8, error" in text
     _Balanced().check(text)
 
     read = json.loads(document.read_text(encoding="utf-8"))
     assert read["verdict"] == "FAIL"
     assert read["metrics"][1]["base"] == pytest.approx(result.metrics[1].base)
     assert len(read["worst"]) == 20
-    assert read["schemes"] == layers
+    assert {n: (f["scheme"], f["relative_error"]) for n, f in read["schemes"].items() if n in layers} == {
+        n: (f["scheme"], f["relative_error"]) for n, f in layers.items()
+    }
+    assert all(0.15 < f["distance"] < 0.25 for f in read["schemes"].values())  # a fifth of the spread was added
+    assert read["suspects"] == []
+    assert [p["name"] for p in read["generation"]] == ["text"]
     assert read["command"] == "qtool compare a 'b & c'"
     assert len(read["tasks"][0]["items"]) == 60
 

@@ -29,7 +29,9 @@ def failed(tiny: Path, tiny_noisy: Path, fake_served: Any, tmp_path_factory: pyt
     rows = [{"id": n, "context": f"item {n}", "choices": ["x" * 30, "y"], "answer": 1} for n in range(60)]
     path.write_text("\n".join(map(json.dumps, rows)))
     limits = Thresholds(max_drop=0.05, ignored=(KL,))
-    return compare(tiny, tiny_noisy, windows=4, context=64, generations=2, tasks=[path], thresholds=limits, serve=fake_served)
+    return compare(
+        tiny, tiny_noisy, windows=4, context=64, generations=2, tasks=[path], thresholds=limits, serve=fake_served
+    )
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 from qtool.evalsets import gate
 from qtool.evalsets.gate import GatedMetric, Thresholds
-from qtool.evalsets.task_runs import TaskResult
 from qtool.evalsets.statistics import Verdict
+from qtool.evalsets.task_runs import TaskResult
 from qtool.quant.errors import QtoolError
 
 LIMITS = Thresholds()
@@ -77,6 +77,43 @@ def test_a_task_at_chance_is_uninformative() -> None:
     metric = _one(gate.task_metric(_task(right), _task(right), LIMITS, seed=0))
     assert metric.verdict is Verdict.UNINFORMATIVE
     assert "chance" in metric.note
+
+
+@pytest.mark.parametrize(
+    ("right", "chance", "note"),
+    [
+        (0, 0.0, "gets no item right"),
+        (8, 0.0, "only 1.6 points above chance"),  # whatever is lost, it is no more than the limit
+        (134, 0.25, "at chance (25%)"),
+        (11, 0.0, ""),
+        (160, 0.25, ""),
+        (100, None, ""),
+    ],
+)
+def test_a_set_that_cannot_fail_is_uninformative(right: int, chance: float | None, note: str) -> None:
+    answers = [i < right for i in range(500)]
+    task = replace(_task(answers), chance=chance)
+    metric = _one(gate.task_metric(task, task, LIMITS, seed=0))
+    assert note in metric.note
+    assert metric.verdict is (Verdict.UNINFORMATIVE if note else Verdict.PASS)
+    assert gate.verdict_of([metric]) is (Verdict.INCONCLUSIVE if note else Verdict.PASS)
+
+
+def test_little_above_chance_on_very_many_items_is_uninformative_too() -> None:
+    """1.8 points above chance are significant at 20,000 items, but no more than the limit of 2 can be lost."""
+    answers = [i % 1000 < 268 for i in range(20_000)]
+    metric = _one(gate.task_metric(_task(answers), _task(answers), LIMITS, seed=0))
+    assert metric.verdict is Verdict.UNINFORMATIVE
+    assert "only 1.8 points above chance (25%)" in metric.note
+
+
+def test_scores_that_are_all_zero_are_uninformative() -> None:
+    base = TaskResult("r", "rougeL", None, {str(i): 0.0 for i in range(9)}, None, None, True, {}, graded=True)
+    better = replace(base, scores={str(i): 0.5 for i in range(9)})
+    for candidate in (base, better):
+        metric = _one(gate.task_metric(base, candidate, LIMITS, seed=0))
+        assert metric.kind == "score"
+        assert metric.verdict is Verdict.UNINFORMATIVE
 
 
 def test_uninformative_metrics_do_not_weigh_on_the_others() -> None:

@@ -93,7 +93,19 @@ def test_histories_that_cannot_be_used(tmp_path: Path) -> None:
 def test_against_the_last_pass_by_the_command_line(
     tiny: Path, tiny_noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--windows", "2", "--context", "64", "--tasks", "none", "--generations", "0", "--dtype", "float32", "--no-cache"]
+    small = [
+        "--windows",
+        "2",
+        "--context",
+        "64",
+        "--tasks",
+        "none",
+        "--generations",
+        "0",
+        "--dtype",
+        "float32",
+        "--no-cache",
+    ]
     common = [*small, "--device", "cpu", "--out", str(tmp_path / "out"), "--history", str(tmp_path / "runs"), "--quiet"]
     assert run(["compare", str(tiny), str(tiny), *common]) == 0
     assert run(["compare", str(tiny_noisy), *common, "--against", "last-pass"]) == 1

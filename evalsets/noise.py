@@ -57,7 +57,8 @@ class NoiseFloor:
 
 def some_of(asked: S) -> S:
     """At least NOISE_ITEMS items, equally spaced, in reverse order; all of a set that has no more."""
-    return replace(asked, items=asked.items[:: max(1, len(asked.items) // NOISE_ITEMS)][::-1])
+    some: Any = asked.items[:: max(1, len(asked.items) // NOISE_ITEMS)][::-1]  # of the set's own kind
+    return replace(asked, items=some)
 
 
 def set_noise(first: TaskResult, again: TaskResult) -> SetNoise:

@@ -24,7 +24,8 @@ const boxes = [...document.querySelectorAll("figure > svg")].map(svg => {
   const shapes = [...svg.querySelectorAll("rect,line,path,circle,text")];
   const seen = shapes.filter(s => { const b = s.getBoundingClientRect(); return b.width + b.height > 0; });
   const box = svg.getBoundingClientRect();
-  return [box.width, box.height, shapes.length, seen.length, getComputedStyle(svg.querySelector("text")).fill].join(" ");
+  const colour = getComputedStyle(svg.querySelector("text")).fill;
+  return [box.width, box.height, shapes.length, seen.length, colour].join(" ");
 });
 document.documentElement.dataset.figures = boxes.join(";");
 document.documentElement.dataset.overflow = document.documentElement.scrollWidth - window.innerWidth;

@@ -21,7 +21,8 @@ WIDTH = 1100
 # Appended to a copy of the report: boxes of every figure and what went wrong, as attributes of <html>.
 PROBE = """<script>
 const boxes = [...document.querySelectorAll("figure > svg")].map(svg => {
-  const shapes = [...svg.querySelectorAll("rect,line,path,circle,text")];
+  const point = s => s.tagName === "line" && ["x", "y"].every(n => s.getAttribute(n + 1) === s.getAttribute(n + 2));
+  const shapes = [...svg.querySelectorAll("rect,line,path,circle,text")].filter(s => !point(s));
   const seen = shapes.filter(s => { const b = s.getBoundingClientRect(); return b.width + b.height > 0; });
   const box = svg.getBoundingClientRect();
   const colour = getComputedStyle(svg.querySelector("text")).fill;

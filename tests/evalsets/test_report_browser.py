@@ -81,7 +81,7 @@ def test_every_figure_is_drawn(browser: str, page: Path, tmp_path: Path, scheme:
     figures, data = _figures(browser, tmp_path, page, *dark)
     assert len(figures) == page.read_text(encoding="utf-8").count("<figure>") >= 5
     for width, height, shapes, seen, colour in figures:
-        assert float(width) > 300
+        assert float(width) > 100
         assert float(height) > 60
         assert int(seen) == int(shapes) > 3
         red = int(re.findall(r"\d+", colour)[0])

@@ -228,7 +228,7 @@ def test_times_of_several_outputs_reach_to_the_last_end(tiny_model: Any) -> None
 def test_bad_arguments_are_refused(tiny_model: Any) -> None:
     folder = tiny_model()
     for settings, message in [
-        ({"block_size": 4}, "block_size must be between 8 and 64"),
+        ({"block_size": 0}, "block_size must be between 1 and 64"),
         ({"max_model_len": 4096}, "more than the model's own context of 256"),
         ({"dtype": "int3"}, "dtype 'int3' is not supported"),
         ({"device": "tpu"}, "tpu"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +30,10 @@ from qtool.cli.engine_options import (
     engine_args,
 )
 from qtool.quant.errors import QtoolError
+
+if TYPE_CHECKING:
+    from qtool.runtime.memory_budget import MemoryBudget
+    from qtool.runtime.server.engine_client import EngineClient
 
 
 def command(
@@ -63,6 +69,10 @@ def command(
     metrics_prefix: Annotated[
         str, typer.Option("--metrics-prefix", help="In front of metric names: `vllm:` suits dashboards made for vLLM.")
     ] = "qtool_",
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run the engine inside the server's process, not in one of its own."),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Serve a model over the OpenAI API: completions, chat, streaming, /health and /metrics."""
@@ -96,14 +106,13 @@ def command(
     reporter = Reporter(quiet)
     began = time.monotonic()
     try:
-        from qtool.runtime.llm_engine import LLMEngine
-        from qtool.runtime.server.app import create_app
-        from qtool.runtime.warm_up import warm_up
-
-        engine = LLMEngine(model, **arguments)
-        for line in engine.memory.lines():
+        start = _engine_inside if in_process else _engine_outside
+        engine, memory = start(model, arguments)
+        for line in memory.lines():
             reporter.say(line)
-        warm_up(engine)
+
+        from qtool.runtime.server.app import create_app
+
         name = served_model_name or model
         app = create_app(engine, model_name=name, api_key=api_key, metrics_prefix=metrics_prefix)
 
@@ -116,3 +125,34 @@ def command(
     finally:
         listener.close()
     reporter.say("stopped")
+
+
+def _engine_inside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClient, MemoryBudget]:
+    """The engine in a thread of this process."""
+    from qtool.runtime.llm_engine import LLMEngine
+    from qtool.runtime.server.async_engine import AsyncEngine
+    from qtool.runtime.warm_up import warm_up
+
+    engine = LLMEngine(model, **arguments)
+    warm_up(engine)
+    return AsyncEngine(engine), engine.memory
+
+
+def _engine_outside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClient, MemoryBudget]:
+    """The engine in a process of its own, which loads the model while this one gets ready."""
+    from qtool.quant.hub import resolve_model
+    from qtool.runtime.server.engine_process import EngineProcess, EngineSpec
+
+    folder = resolve_model(model)
+    spec = EngineSpec(model, arguments, logging.getLogger("qtool").getEffectiveLevel())
+    process = EngineProcess(spec)
+    try:
+        from qtool.runtime.server.remote_engine import RemoteEngine
+        from qtool.runtime.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+        ready = process.wait_ready()
+    except BaseException:
+        process.close()
+        raise
+    return RemoteEngine(spec, process, ready, tokenizer), ready.memory

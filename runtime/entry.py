@@ -1,40 +1,54 @@
-"""A client's request and its outputs, each of which is a request of the core."""
+"""A client's request inside the engine: the core's requests that it becomes, and how much of them has been told."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qtool.runtime.detokenizer import Detokenizer
 from qtool.runtime.engine.params import RequestMetrics, SamplingParams
-from qtool.runtime.engine.request import Request
+from qtool.runtime.engine.request import Request, Status
+from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate
 
 
 @dataclass
 class Entry:
-    """A client's request: its outputs (n of them), each a request of the core with its own detokenizer."""
+    """A client's request: its outputs (n of them), each a request of the core, and how much of each has been told."""
 
     request_id: str
-    prompt: tuple[int, ...]
     params: SamplingParams
     parts: list[Request]
-    texts: list[Detokenizer | None]
-    fed: list[int] = field(default_factory=list)  # output tokens given to each detokenizer
+    told: list[int] = field(default_factory=list)  # output tokens of each part
+    told_scores: int = 0
+    told_state: tuple[bool, int, int] | None = None
 
+    def output_update(self, index: int) -> OutputUpdate:
+        part, begin = self.parts[index], self.told[index]
+        self.told[index] = part.num_output_tokens
+        return OutputUpdate(
+            index,
+            part.token_ids[part.num_prompt_tokens + begin :],
+            None if part.params.logprobs is None else part.logprobs[begin:],
+            part.finish_reason,
+            part.stop_reason,
+        )
 
-def best(entry: Entry) -> list[tuple[Request, Detokenizer | None]]:
-    """The outputs to give: all of them, or the `n` of `best_of` with the highest mean log-probability, best first."""
-    found = list(zip(entry.parts, entry.texts))
-    if len(found) == entry.params.n:
-        return found
+    def update(self, outputs: list[OutputUpdate]) -> RequestUpdate:
+        first = self.parts[0]
+        scores = None
+        if self.params.prompt_logprobs is not None and first.score_kind == "logprobs":
+            scores = first.prompt_scores[self.told_scores :]
+            self.told_scores += len(scores)
+        drafted, preempted = (
+            sum(part.num_drafted for part in self.parts),
+            sum(part.num_preemptions for part in self.parts),
+        )
+        state = (self.finished, drafted, preempted)
+        changed, self.told_state = state != self.told_state, state
+        return RequestUpdate(self.request_id, outputs, scores, request_metrics(self.parts) if changed else None)
 
-    def mean_logprob(item: tuple[Request, Detokenizer | None]) -> float:
-        scores = item[0].logprobs
-        failed = item[0].finish_reason == "error" or not scores
-        return -math.inf if failed else sum(s.logprob for s in scores) / len(scores)
-
-    return sorted(found, key=mean_logprob, reverse=True)[: entry.params.n]
+    @property
+    def finished(self) -> bool:
+        return all(part.status is Status.FINISHED for part in self.parts)
 
 
 def request_metrics(parts: Sequence[Request]) -> RequestMetrics:

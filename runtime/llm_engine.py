@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,17 @@ from qtool.quant.device import resolve_device
 from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
-from qtool.runtime.detokenizer import Detokenizer
 from qtool.runtime.drafting import check_draft, load_draft, make_speculator
 from qtool.runtime.engine.core import EngineCore
 from qtool.runtime.engine.core import EngineStats as EngineStats  # part of this face
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
-from qtool.runtime.engine.params import CompletionOutput, RequestOutput, SamplingParams
-from qtool.runtime.engine.request import Request, Status
+from qtool.runtime.engine.params import RequestOutput, SamplingParams
+from qtool.runtime.engine.request import Request
 from qtool.runtime.engine.scheduler import SchedulerConfig
 from qtool.runtime.engine.speculation import speculation_config
 from qtool.runtime.engine.swap import MODES, PreemptionMode, SwapSpace
-from qtool.runtime.entry import Entry, best, request_metrics
+from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate
+from qtool.runtime.entry import Entry
 from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
@@ -35,6 +36,7 @@ from qtool.runtime.loader import check_kv_cache_dtype, load_model
 from qtool.runtime.memory_budget import MemoryBudget as MemoryBudget  # part of this face
 from qtool.runtime.memory_plan import Wishes, memory_limit, plan_memory
 from qtool.runtime.models import decoder_config
+from qtool.runtime.output_processor import OutputProcessor
 from qtool.runtime.tokenizer import eos_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -209,6 +211,7 @@ class LLMEngine:
             ),
             swap=swap,
         )
+        self._outputs = OutputProcessor(self.tokenizer)
         self._entries: dict[str, Entry] = {}
         self._home: dict[Request, tuple[Entry, int]] = {}
         self._seeds = random.Random(seed)
@@ -223,15 +226,31 @@ class LLMEngine:
         ids: list[int] = self.tokenizer.encode(prompt)
         return ids
 
-    def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        detokenize: bool = True,
+        arrival: float | None = None,
+    ) -> None:
         """Queue a prompt (text, or token ids).
+
+        Args:
+            detokenize: its outputs are wanted of `step`. False: its tokens, of `step_tokens`.
+            arrival: when it came, in seconds of time.monotonic(); None: now.
 
         Raises:
             QtoolError: an id in use; an empty prompt; one longer than the context; a token id outside the vocabulary;
                 a form (structured_outputs) that cannot be compiled.
         """
         score_from = None if params.prompt_logprobs is None else 1
-        self._add(request_id, prompt, params, score_from=score_from, score_kind="logprobs", generate=True)
+        entry, ids = self._add(
+            request_id, prompt, params, score_from=score_from, score_kind="logprobs", generate=True, arrival=arrival
+        )
+        if detokenize:
+            self._outputs.add(entry.request_id, ids, params)
 
     def add_scoring_request(
         self,
@@ -249,7 +268,9 @@ class LLMEngine:
         if not 1 <= score_from <= len(token_ids):
             raise QtoolError(f"score_from must be between 1 and the {len(token_ids)} tokens given, got {score_from}")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        return self._add(request_id, token_ids, params, score_from=score_from, score_kind=kind, generate=False)
+        entry, ids = self._add(request_id, token_ids, params, score_from=score_from, score_kind=kind, generate=False)
+        self._outputs.add(request_id, ids, params, generate=False)
+        return entry.parts[0]
 
     def _add(
         self,
@@ -260,7 +281,8 @@ class LLMEngine:
         score_from: int | None,
         score_kind: Literal["logprobs", "logits"],
         generate: bool,
-    ) -> Request:
+        arrival: float | None = None,
+    ) -> tuple[Entry, list[int]]:
         if request_id in self._entries:
             raise QtoolError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Iterable):
@@ -278,7 +300,8 @@ class LLMEngine:
         count = params.best_of or params.n
         # The best are found by their log-probabilities.
         own = params if count == params.n else replace(params, logprobs=params.logprobs or 0)
-        entry = Entry(request_id, tuple(ids), params, [], [], [0] * count)
+        entry = Entry(request_id, params, [], [0] * count)
+        arrival = time.monotonic() if arrival is None else arrival
         for i in range(count):
             request = Request(
                 request_id=f"{request_id}/{next(self._ids)}",
@@ -291,13 +314,13 @@ class LLMEngine:
                 score_kind=score_kind,
                 generate=generate,
                 sample_seed=seed + i * 0x9E3779B97F4A7C15,
+                arrival=arrival,
             )
             self._core.add_request(request)  # refuses the first part or none: all have the same prompt
             entry.parts.append(request)
-            entry.texts.append(Detokenizer(self.tokenizer, ids, params.stop) if generate else None)
             self._home[request] = entry, i
         self._entries[request_id] = entry
-        return entry.parts[0]
+        return entry, ids
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of each word, as it is written at the start of a text and after a space."""
@@ -319,78 +342,47 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request at once, wherever it stands; unknown ids are passed over (it may just have ended)."""
-        entry = self._entries.pop(request_id, None)
+        self._outputs.drop(request_id)
+        entry = self._entries.get(request_id)
         if entry is not None:
             for part in entry.parts:
                 self._core.abort(part.request_id)
-                del self._home[part]
+            self._forget(entry)
+
+    def finish_output(self, request_id: str, index: int, stop_reason: str) -> None:
+        """End one output of a request by a stop string; one that has ended is passed over."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._core.finish(entry.parts[index].request_id, "stop", stop_reason)
+            if entry.finished:
+                self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.request_id]
+        for part in entry.parts:
+            del self._home[part]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; an output for every request that has something new."""
-        changed: dict[str, Entry] = {}
-        for request in self._core.step():
-            entry, index = self._home[request]
-            changed[entry.request_id] = entry
-            self._detokenize(entry, index)
-        outputs = []
-        for entry in changed.values():
-            output = self._output(entry)
-            if output.finished or len(entry.parts) == entry.params.n:  # which are the best is known at the end
-                outputs.append(output)
-            if output.finished:
-                del self._entries[entry.request_id]
-                for part in entry.parts:
-                    del self._home[part]
+        outputs, stops = self._outputs.process(self.step_tokens())
+        for stop in stops:
+            self.finish_output(*stop)
         return outputs
 
-    def _detokenize(self, entry: Entry, index: int) -> None:
-        """Bring an output's text up to its tokens; a stop string ends the request here."""
-        request, text = entry.parts[index], entry.texts[index]
-        if text is None:
-            return
-        count = request.num_output_tokens
-        for position in range(entry.fed[index], count):
-            token = request.token_ids[request.num_prompt_tokens + position]
-            if request.stop_reason == token and position == count - 1:
-                break  # the end-of-sequence token is no text
-            check = position + 1 > request.params.min_tokens
-            if text.append(token, check_stop=check):
-                count = position + 1  # a step may have brought more than the stop string needed
-                del request.token_ids[request.num_prompt_tokens + count :], request.logprobs[count:]
-                if request.status is Status.FINISHED:
-                    request.finish_reason, request.stop_reason = "stop", text.stop_reason
-                else:
-                    self._core.finish(request.request_id, "stop", text.stop_reason)
-                break
-        entry.fed[index] = count
-        if request.status is Status.FINISHED and request.finish_reason != "error":
-            text.finish(check_stop=count > request.params.min_tokens)
-            if text.stop_reason is not None:
-                request.finish_reason, request.stop_reason = "stop", text.stop_reason
-
-    def _output(self, entry: Entry) -> RequestOutput:
-        first = entry.parts[0]
-        scores = None
-        if entry.params.prompt_logprobs is not None and first.score_kind == "logprobs":
-            scores = (None, *first.prompt_scores)
-        return RequestOutput(
-            request_id=entry.request_id,
-            prompt_token_ids=entry.prompt,
-            outputs=tuple(
-                CompletionOutput(
-                    index=i,
-                    text=text.text if text is not None else "",
-                    token_ids=tuple(part.output_token_ids),
-                    logprobs=None if entry.params.logprobs is None else tuple(part.logprobs),
-                    finish_reason=part.finish_reason,
-                    stop_reason=part.stop_reason,
-                )
-                for i, (part, text) in enumerate(best(entry))
-            ),
-            finished=all(p.status is Status.FINISHED for p in entry.parts),
-            metrics=request_metrics(entry.parts),
-            prompt_logprobs=scores,
-        )
+    def step_tokens(self) -> list[RequestUpdate]:
+        """Compute one step; what is new of every request, in token ids. The caller looks for stop strings, and says
+        `finish_output` where there is one."""
+        changed: dict[str, list[OutputUpdate]] = {}
+        for request in self._core.step():
+            entry, index = self._home[request]
+            changed.setdefault(entry.request_id, []).append(entry.output_update(index))
+        updates = []
+        for request_id, outputs in changed.items():
+            entry = self._entries[request_id]
+            updates.append(entry.update(outputs))
+            if entry.finished:
+                self._forget(entry)
+        return updates
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
@@ -14,13 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qtool._version import __version__
 from qtool.runtime.server import metrics as metrics_module
-from qtool.runtime.server.async_engine import AsyncEngine, EngineDeadError
+from qtool.runtime.server.engine_client import EngineClient, EngineDeadError
 from qtool.runtime.server.errors import error_body, install_handlers
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.openai_routes import Service, build_router
-
-if TYPE_CHECKING:
-    from qtool.runtime.llm_engine import LLMEngine
 
 
 class ApiKeyGate:
@@ -43,9 +39,9 @@ class ApiKeyGate:
 
 
 def create_app(
-    engine: LLMEngine, *, model_name: str, api_key: str | None = None, metrics_prefix: str = "qtool_"
+    engine: EngineClient, *, model_name: str, api_key: str | None = None, metrics_prefix: str = "qtool_"
 ) -> FastAPI:
-    """The application around an engine that is ready to run. Its lifespan starts the engine's thread and ends it;
+    """The application around an engine that is ready to run. Its lifespan starts the engine and ends it;
     `app.state.stop_engine` ends it sooner, and with an error what still runs.
 
     Args:
@@ -54,35 +50,35 @@ def create_app(
         api_key: needed for everything under /v1; None: open.
         metrics_prefix: in front of every metric's name.
     """
-    metrics = Metrics(model_name, engine.stats(), metrics_prefix)
-    async_engine = AsyncEngine(engine, on_step=metrics.on_step, on_abort=metrics.on_abort)
-    service = Service.of(engine, async_engine, model_name)
+    metrics = Metrics(model_name, engine.baseline, metrics_prefix)
+    engine.on_step, engine.on_abort, engine.on_restart = metrics.on_step, metrics.on_abort, metrics.on_restart
+    service = Service.of(engine, model_name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async_engine.start()
+        engine.start()
         try:
             yield
         finally:
-            await async_engine.stop()
+            await engine.stop()
             service.tokenize_thread.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="qtool", version=__version__, lifespan=lifespan)
-    app.state.stop_engine = async_engine.stop
+    app.state.stop_engine = engine.stop
     install_handlers(app)
     app.include_router(build_router(service))
 
     @app.get("/health")
     async def health() -> Response:
-        if async_engine.error is not None:
-            return JSONResponse(error_body(503, str(async_engine.error)), status_code=503)
+        if engine.error is not None:
+            return JSONResponse(error_body(503, str(engine.error)), status_code=503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
         # where the engine is dead, or busy with a long step, what was counted until then is still worth reading
         with suppress(EngineDeadError, TimeoutError):
-            metrics.set_gauges(await asyncio.wait_for(async_engine.stats(), timeout=1))
+            metrics.set_gauges(await asyncio.wait_for(engine.stats(), timeout=1))
         return Response(metrics.render(), headers={"Content-Type": metrics_module.CONTENT_TYPE})
 
     @app.get("/version")

@@ -1,4 +1,4 @@
-"""The engine's loop in a thread of its own, and the bridge between it and the server's event loop.
+"""The engine's loop in a thread of its own, inside the server's process.
 
 The engine is touched by its thread alone: what the server wants of it travels as a function through a queue and runs
 between two steps. What a step brings forth comes back in one call to the event loop.
@@ -11,118 +11,69 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qtool.runtime.engine.params import RequestOutput, SamplingParams
+from qtool.runtime.engine.core import EngineStats
+from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
+from qtool.runtime.server.engine_client import EngineClient, EngineDeadError, OutputStream, StepReport
 
 if TYPE_CHECKING:
-    from qtool.runtime.llm_engine import EngineStats, LLMEngine
+    from qtool.runtime.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class EngineDeadError(Exception):
-    """The engine's loop has ended: by a crash, or because the server is stopping."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step of the engine did. `time` is `time.monotonic()` at its end, in seconds."""
-
-    outputs: Sequence[RequestOutput]
-    stats: EngineStats
-    time: float
-
-
-class OutputStream:
-    """The outputs of some requests as they grow: an async iterator of (position, RequestOutput).
-
-    Outputs are cumulative, so a reader slower than the engine finds the newest state of each request and skips the
-    ones between; memory does not grow with a slow reader. Ends when all requests have finished.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._newest: dict[int, RequestOutput] = {}
-        self._unfinished = set(range(count))
-        self._changed = asyncio.Event()
-        self._error: Exception | None = None
-
-    def put(self, position: int, output: RequestOutput) -> None:
-        self._newest[position] = output
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        while self._unfinished:
-            await self._changed.wait()
-            self._changed.clear()
-            newest, self._newest = self._newest, {}
-            for position, output in newest.items():
-                if output.finished:
-                    self._unfinished.discard(position)
-                yield position, output
-            if self._error is not None and self._unfinished:
-                raise self._error
-
-
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """Runs `engine.step()` while there is work; add and abort from the event loop.
+
+    A crash ends it for good: nobody can say what state the process is in.
 
     Args:
         engine: the synchronous engine; nobody else may touch it from `start` to `stop`.
-        on_step: called on the event loop after every step, before the step's outputs are delivered; outputs of
-            requests that were given up are left out.
-        on_abort: called on the event loop with the ids of requests that were given up by their clients.
     """
 
-    def __init__(
-        self, engine: LLMEngine, *, on_step: Callable[[StepReport], None], on_abort: Callable[[Sequence[str]], None]
-    ) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(engine.tokenizer)
         self._engine = engine
-        self._on_step = on_step
-        self._on_abort = on_abort
+        self._baseline = engine.stats()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between "is the loop alive?" and "put into its queue"
         self._dead: EngineDeadError | None = None
         self._stopping = False
-        self._streams: dict[str, tuple[OutputStream, int]] = {}  # event loop only
         self._thread = threading.Thread(target=self._run, name="qtool-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._engine.eos_token_ids
+
+    @property
+    def baseline(self) -> EngineStats:
+        return self._baseline
+
+    @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine no longer runs; None while it does."""
         return self._dead
 
     def start(self) -> None:
-        """Start the thread; call from the event loop that will read the outputs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the loop after the current step; requests that still run fail with EngineDeadError."""
         if self._dead is None:
             self._call(self._set_stopping)
         await asyncio.to_thread(self._thread.join)
 
     async def submit(self, requests: Mapping[str, tuple[Sequence[int], SamplingParams]]) -> OutputStream:
-        """Queue requests {id: (prompt token ids, params)}; all of them or none.
-
-        Raises:
-            QtoolError: the engine refuses one of them; the others are given up.
-            EngineDeadError: the engine no longer runs.
-        """
-        stream = OutputStream(len(requests))
         ids = list(requests)
-        for position, request_id in enumerate(ids):
-            self._streams[request_id] = (stream, position)
+        stream = self._expect(ids)
 
         def add_all() -> None:
             for done, request_id in enumerate(ids):
@@ -143,25 +94,18 @@ class AsyncEngine:
             raise
         return stream
 
-    def abort(self, ids: Sequence[str]) -> None:
-        """Give up those of the requests that still run and free what they hold. Never raises for unknown ids."""
-        running = self._forget(ids)
-        if not running or self._dead is not None:
-            return
-        self._on_abort(running)
+    async def stats(self) -> EngineStats:
+        return await asyncio.wrap_future(self._call(self._engine.stats))
 
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        await asyncio.to_thread(self._engine.grammars.compile, form)
+
+    def _abort(self, ids: Sequence[str]) -> None:
         def abort_all() -> None:
-            for request_id in running:
+            for request_id in ids:
                 self._engine.abort_request(request_id)
 
         self._call(abort_all)
-
-    async def stats(self) -> EngineStats:
-        """The engine's own account of itself. Raises EngineDeadError."""
-        return await asyncio.wrap_future(self._call(self._engine.stats))
-
-    def _forget(self, ids: Sequence[str]) -> list[str]:
-        return [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""
@@ -220,19 +164,3 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:  # the event loop is closed: nobody is left to hear it
             logger.debug("the event loop ended before the engine")
-
-    # ---- on the event loop ----
-
-    def _deliver(self, report: StepReport) -> None:
-        wanted = [output for output in report.outputs if output.request_id in self._streams]
-        self._on_step(replace(report, outputs=wanted))
-        for output in wanted:
-            stream, position = self._streams[output.request_id]
-            if output.finished:
-                del self._streams[output.request_id]
-            stream.put(position, output)
-
-    def _fail_all(self, error: EngineDeadError) -> None:
-        streams, self._streams = self._streams, {}
-        for stream, _ in streams.values():
-            stream.fail(error)

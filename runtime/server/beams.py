@@ -12,7 +12,7 @@ from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from qtool.runtime.server.async_engine import AsyncEngine
+    from qtool.runtime.server.engine_client import EngineClient
 
 # What a search has no use for; beams are ranked by the model's own distribution, whatever the temperature.
 NOT_SEARCHED = (
@@ -52,7 +52,7 @@ class Searching:
     Every step is a request of one token for each beam, as in LLM.beam_search; `ids` are those in the engine.
     """
 
-    def __init__(self, engine: AsyncEngine, searches: Sequence[BeamSearch], name: str) -> None:
+    def __init__(self, engine: EngineClient, searches: Sequence[BeamSearch], name: str) -> None:
         self._engine, self._searches, self._name = engine, searches, name
         self.ids: list[str] = []
 

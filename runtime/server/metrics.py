@@ -8,15 +8,12 @@ histograms' counts equal the number of answers that clients got.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from qtool.runtime.engine.core import EngineStats
 from qtool.runtime.engine.params import RequestOutput
-from qtool.runtime.server.async_engine import StepReport
-
-if TYPE_CHECKING:
-    from qtool.runtime.llm_engine import EngineStats
+from qtool.runtime.server.engine_client import StepReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -62,6 +59,7 @@ class Metrics:
         self.drafts = counter("spec_decode_num_drafts", "Times that tokens were proposed for a request.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens proposed.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Tokens proposed and accepted.")
+        self.restarts = counter("engine_restarts", "Times that an engine's process took the place of one that died.")
         finished = Counter(
             prefix + "request_success",
             "Requests that ended, by reason.",
@@ -107,10 +105,16 @@ class Metrics:
         self.kv_usage.set(stats.kv_cache_usage)
 
     def on_abort(self, ids: Sequence[str]) -> None:
-        """Count requests that their clients gave up."""
+        """Count requests that their clients gave up, or that died with the engine."""
         self.finished["abort"].inc(len(ids))
         for request_id in ids:
             self._seen.pop(request_id, None)
+
+    def on_restart(self, stats: EngineStats) -> None:
+        """An engine with counts of its own took the place of one that died."""
+        self.restarts.inc()
+        self._totals = stats
+        self.set_gauges(stats)
 
     def render(self) -> bytes:
         """The exposition text."""

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
@@ -21,16 +21,12 @@ from starlette.types import Receive, Scope, Send
 from qtool.quant.errors import QtoolError
 from qtool.runtime.beam_search import BeamSearch
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
-from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, usage_of
-from qtool.runtime.server.async_engine import AsyncEngine, EngineDeadError, OutputStream
 from qtool.runtime.server.beams import Searching, beam_params
+from qtool.runtime.server.engine_client import EngineClient, EngineDeadError, OutputStream
 from qtool.runtime.server.errors import ApiError, error_body
 from qtool.runtime.server.schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, SamplingRequest
 from qtool.runtime.server.token_text import TokenText
-
-if TYPE_CHECKING:
-    from qtool.runtime.llm_engine import LLMEngine
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_OUTPUTS = 1024  # of one body: prompts times n
@@ -42,32 +38,35 @@ Body = TypeVar("Body", bound=SamplingRequest)
 class Service:
     """What the routes need of a server."""
 
-    engine: AsyncEngine
-    tokenizer: Any  # a copy: the engine's own is in use on the engine's thread
+    engine: EngineClient
+    tokenizer: Any  # a copy: the engine's own is in use elsewhere
     token_text: TokenText
     model_name: str
-    max_model_len: int
-    max_chars: int  # a longer text has more tokens than the context: it is not even tokenized
+    longest_token: int  # in characters
     created: int
-    eos_token_ids: frozenset[int]
-    grammars: GrammarCompiler  # the engine's own
     tokenize_thread: ThreadPoolExecutor  # one thread: fast tokenizers are not to be entered twice at once
 
     @classmethod
-    def of(cls, engine: LLMEngine, async_engine: AsyncEngine, model_name: str) -> Service:
+    def of(cls, engine: EngineClient, model_name: str) -> Service:
         tokenizer = copy.deepcopy(engine.tokenizer)
         return cls(
-            engine=async_engine,
+            engine=engine,
             tokenizer=tokenizer,
             token_text=TokenText(tokenizer),
             model_name=model_name,
-            max_model_len=engine.max_model_len,
-            max_chars=engine.max_model_len * max(map(len, tokenizer.get_vocab())),
+            longest_token=max(map(len, tokenizer.get_vocab())),
             created=int(time.time()),
-            eos_token_ids=engine.eos_token_ids,
-            grammars=engine.grammars,
             tokenize_thread=ThreadPoolExecutor(1, thread_name_prefix="qtool-tokenize"),
         )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than the context: it is not even tokenized."""
+        return self.max_model_len * self.longest_token
 
 
 def build_router(service: Service) -> APIRouter:
@@ -175,14 +174,16 @@ async def _parse(request: Request, model: type[Body], service: Service) -> Body:
 
 
 async def _check_form(service: Service, body: SamplingRequest) -> None:
-    """Refuse a form that cannot be compiled; one that can is kept, so that the engine's thread need not do it."""
+    """Refuse a form that cannot be compiled; one that can is kept, so that the engine's loop need not do it."""
     field = None
     try:
         if (found := body.form()) is not None:
             field, form = found
-            await asyncio.to_thread(service.grammars.compile, form)
+            await service.engine.check_form(form)
     except QtoolError as error:
         raise ApiError(400, str(error), param=field, code="invalid_form") from None
+    except EngineDeadError as error:
+        raise ApiError(503, str(error)) from error
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -293,7 +294,7 @@ async def _search(
     for prompt in prompts:
         _check_length(service, len(prompt), wanted.max_tokens, "max_tokens", "prompt")
     searching = Searching(
-        service.engine, [BeamSearch(prompt, wanted, service.eos_token_ids) for prompt in prompts], answer.id
+        service.engine, [BeamSearch(prompt, wanted, service.engine.eos_token_ids) for prompt in prompts], answer.id
     )
     try:
         ends = await _unless_disconnected(request, searching.run())

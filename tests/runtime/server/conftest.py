@@ -162,10 +162,11 @@ def serving(engine: Any, **options: Any) -> Iterator[str]:
     import uvicorn
 
     from qtool.runtime.server.app import create_app
+    from qtool.runtime.server.async_engine import AsyncEngine
     from qtool.runtime.server.launch import bind, url_of
 
     listener = bind("127.0.0.1", 0)
-    app = create_app(engine, **({"model_name": "tiny"} | options))
+    app = create_app(AsyncEngine(engine), **({"model_name": "tiny"} | options))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=10))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

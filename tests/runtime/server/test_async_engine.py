@@ -119,7 +119,7 @@ def test_shutdown_lets_running_requests_finish(
 
 def test_a_slow_reader_skips_states_and_keeps_nothing() -> None:
     from qtool.runtime.engine.params import RequestMetrics, RequestOutput
-    from qtool.runtime.server.async_engine import OutputStream
+    from qtool.runtime.server.engine_client import OutputStream
 
     async def read() -> list[tuple[int, bool]]:
         stream = OutputStream(2)
@@ -141,7 +141,8 @@ def test_given_up_requests_leave_nothing_behind(make_engine: Callable[..., Any])
     async def give_up() -> None:
         engine = make_engine(step_s=0.001)
         metrics = Metrics("tiny", engine.stats())
-        bridge = AsyncEngine(engine, on_step=metrics.on_step, on_abort=metrics.on_abort)
+        bridge = AsyncEngine(engine)
+        bridge.on_step, bridge.on_abort = metrics.on_step, metrics.on_abort
         bridge.start()
         for number in range(20):
             ids = [f"{number}-{i}" for i in range(3)]

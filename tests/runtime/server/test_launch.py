@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from qtool.runtime.server.app import create_app
+from qtool.runtime.server.async_engine import AsyncEngine
 from qtool.runtime.server.launch import bind, run, url_of
 
 
@@ -26,7 +27,7 @@ def own_signals() -> Iterator[None]:
 
 def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., Any], own_signals: None) -> None:
     engine = make_engine(step_s=0.05, max_model_len=100_000)
-    app = create_app(engine, model_name="tiny")
+    app = create_app(AsyncEngine(engine), model_name="tiny")
     listener = bind("127.0.0.1", 0)
     url = f"{url_of(listener)}/v1/completions"
     body = {"prompt": "a", "max_tokens": 90_000}

@@ -72,11 +72,11 @@ class _Entry:
         self.prompt_logprobs += tuple(update.prompt_logprobs or ())
         found = []
         for news in update.outputs:
-            output = self.outputs[news.index]
+            output = self.outputs[news.output_index]
             if output.finish_reason is None:  # else a stop string ended it, and the engine heard of it too late
                 stop = output.advance(news, self.params.min_tokens)
                 if stop is not None:
-                    found.append(StopFound(update.request_id, news.index, stop))
+                    found.append(StopFound(update.request_id, news.output_index, stop))
         if self.finished and self.metrics is not None and self.metrics.finished is None:
             self.metrics = replace(self.metrics, finished=time.monotonic())
         return found

@@ -11,13 +11,13 @@ class OutputUpdate(NamedTuple):
     """What is new of one output of a request.
 
     Attributes:
-        index: which of the request's outputs; of `best_of` before the best are chosen.
+        output_index: which of the request's outputs; of `best_of` before the best are chosen.
         token_ids: the tokens since its last update.
         logprobs: theirs, where log-probabilities are computed; None where not.
         finish_reason, stop_reason: as in CompletionOutput; None while it runs.
     """
 
-    index: int
+    output_index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -42,5 +42,5 @@ class StopFound(NamedTuple):
     """A stop string ended an output that the engine may still be running: it is to be told."""
 
     request_id: str
-    index: int
+    output_index: int
     stop_reason: str

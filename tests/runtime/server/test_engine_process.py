@@ -44,7 +44,7 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine's process, told by its threads' library from multiprocessing's own helper."""
+        """The engine's process; multiprocessing has one of its own beside it."""
         (found,) = [
             child
             for child in psutil.Process(self.process.pid).children()
@@ -54,15 +54,25 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def folder(tiny_model: Any) -> Path:
+    """A model with room for requests that take a while."""
+    return Path(tiny_model(max_position_embeddings=4096))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     temporary = tmp_path_factory.mktemp("t")
     command = [
         sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c", "from qtool.cli.main import main; main()",
-        "serve", str(tiny_model()), "--port", "0", "--served-model-name", "tiny", "--dtype", "float32",
+        "serve", str(folder), "--port", "0", "--served-model-name", "tiny", "--dtype", "float32",
         "--device", "cpu", "--max-num-seqs", "32", "--kv-cache-memory", "16MiB", "--drain-s", "5",
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | {"TMPDIR": str(temporary)}
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
     )
     assert process.stderr is not None
     log: list[str] = []
@@ -81,9 +91,9 @@ def server(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model: Any) -> LLM:
+def llm(folder: Path) -> LLM:
     """The same model without a server."""
-    return LLM(tiny_model(), device="cpu", dtype="float32", kv_cache_memory=1 << 24)
+    return LLM(folder, device="cpu", dtype="float32", kv_cache_memory=1 << 24)
 
 
 def texts(answer: Any) -> list[str]:
@@ -95,7 +105,7 @@ PROMPTS = [[1 + (7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(
 
 def test_start_tells_the_memory_and_the_address(server: Server) -> None:
     text = "".join(server.log)
-    assert re.search(r"KV cache +16.00 MiB", text)
+    assert re.search(r"KV cache +\d+\.\d\d MiB +32768 tokens", text)
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert server.engine.is_running()
 
@@ -164,13 +174,13 @@ def test_the_engines_refusals_arrive(server: Server, fields: dict[str, Any], mes
 
 
 def test_a_disconnect_frees_the_request(server: Server, sample: Any, eventually: Any) -> None:
-    body = {"prompt": [[1] * 50] * 20, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": [[1] * 50] * 20, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     aborted = f'qtool_request_success_total{{finished_reason="abort",{LABEL[1:]}'
     before = sample(server.url, aborted)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
         assert sample(server.url, f"qtool_num_requests_running{LABEL}") > 0
-    eventually(lambda: sample(server.url, f"qtool_num_requests_running{LABEL}") == 0)
+    eventually(lambda: sample(server.url, f"qtool_num_requests_running{LABEL}") == 0, timeout_s=60)
     assert sample(server.url, f"qtool_kv_cache_usage_perc{LABEL}") == 0
     assert sample(server.url, aborted) > before
 
@@ -188,7 +198,7 @@ def test_a_killed_engine_fails_its_requests_and_is_replaced(server: Server, samp
     url, before = server.url, server.engine.pid
     arguments: dict[str, Any] = {"model": "tiny", "prompt": [PROMPTS[2]], "max_tokens": 20, "temperature": 0}
     want = texts(server.client.completions.create(**arguments))
-    body = {"prompt": [[5] * 20] * 8, "max_tokens": 230, "ignore_eos": True}
+    body = {"prompt": [[5] * 20] * 8, "max_tokens": 4000, "ignore_eos": True}
     whole: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
     events: list[str] = []
@@ -196,7 +206,7 @@ def test_a_killed_engine_fails_its_requests_and_is_replaced(server: Server, samp
         for line in response.iter_lines():
             if not events:
                 thread.start()
-                eventually(lambda: sample(url, f"qtool_num_requests_running{LABEL}") > 8)
+                eventually(lambda: sample(url, f"qtool_num_requests_running{LABEL}") > 8, timeout_s=60)
                 os.kill(before, signal.SIGKILL)
             events += [line] if line else []
     thread.join()
@@ -249,11 +259,11 @@ def test_a_model_that_is_refused_is_one_line(tmp_path: Path) -> None:
     assert not Path(process._folder).exists()
 
 
-def test_a_process_killed_while_it_loads_is_told_so(tiny_model: Any) -> None:
+def test_a_process_killed_while_it_loads_is_told_so(folder: Path) -> None:
     from qtool.quant.errors import QtoolError
     from qtool.runtime.server.engine_process import EngineProcess, EngineSpec
 
-    process = EngineProcess(EngineSpec(str(tiny_model()), {}))
+    process = EngineProcess(EngineSpec(str(folder), {}))
     try:
         began = time.monotonic()
         process.kill()

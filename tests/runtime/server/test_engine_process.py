@@ -178,7 +178,8 @@ def test_a_disconnect_frees_the_request(server: Server, sample: Any, eventually:
     aborted = f'qtool_request_success_total{{finished_reason="abort",{LABEL[1:]}'
     before = sample(server.url, aborted)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would be the response's
+        next(lines)
         assert sample(server.url, f"qtool_num_requests_running{LABEL}") > 0
     eventually(lambda: sample(server.url, f"qtool_num_requests_running{LABEL}") == 0, timeout_s=60)
     assert sample(server.url, f"qtool_kv_cache_usage_perc{LABEL}") == 0

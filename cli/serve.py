@@ -141,7 +141,8 @@ def _engine_inside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClie
 def _engine_outside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClient, MemoryBudget]:
     """The engine in a process of its own, which loads the model while this one gets ready."""
     from qtool.quant.hub import resolve_model
-    from qtool.runtime.server.engine_process import EngineProcess, EngineSpec
+    from qtool.runtime.server.engine_main import EngineSpec
+    from qtool.runtime.server.engine_process import EngineProcess
 
     folder = resolve_model(model)
     spec = EngineSpec(model, arguments, logging.getLogger("qtool").getEffectiveLevel())

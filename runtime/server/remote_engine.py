@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
-
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.core import EngineStats
 from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
@@ -180,7 +178,8 @@ class RemoteEngine(EngineClient):
         if self._down is not None:
             raise self._down
         self._process.send(command)
-        future = self._calls[command.call] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[command.call] = future
         try:
             answer = await future
         finally:
@@ -200,7 +199,7 @@ class RemoteEngine(EngineClient):
             logger.exception("a report of the engine's process cannot be used; the process is killed")
             process.kill()
             return
-        if process.reports.get(zmq.EVENTS) & zmq.POLLIN:
+        if process.reports.poll(0):
             asyncio.get_running_loop().call_soon(self._on_reports, process)
 
     def _take(self, report: Report) -> None:

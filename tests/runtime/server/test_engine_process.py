@@ -248,7 +248,8 @@ def _lives(process: psutil.Process) -> bool:
 
 def test_a_model_that_is_refused_is_one_line(tmp_path: Path) -> None:
     from qtool.quant.errors import QtoolError
-    from qtool.runtime.server.engine_process import EngineProcess, EngineSpec
+    from qtool.runtime.server.engine_main import EngineSpec
+    from qtool.runtime.server.engine_process import EngineProcess
 
     process = EngineProcess(EngineSpec(str(tmp_path / "none"), {}))
     try:
@@ -262,7 +263,8 @@ def test_a_model_that_is_refused_is_one_line(tmp_path: Path) -> None:
 
 def test_a_process_killed_while_it_loads_is_told_so(folder: Path) -> None:
     from qtool.quant.errors import QtoolError
-    from qtool.runtime.server.engine_process import EngineProcess, EngineSpec
+    from qtool.runtime.server.engine_main import EngineSpec
+    from qtool.runtime.server.engine_process import EngineProcess
 
     process = EngineProcess(EngineSpec(str(folder), {}))
     try:

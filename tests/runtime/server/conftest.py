@@ -26,7 +26,7 @@ from qtool.runtime.engine.params import (
 )
 from qtool.runtime.executor.structured_output import GrammarCompiler
 
-MISSING = [name for name in ("fastapi", "uvicorn", "httpx", "openai") if util.find_spec(name) is None]
+MISSING = [name for name in ("fastapi", "uvicorn", "zmq", "msgspec", "httpx", "openai") if util.find_spec(name) is None]
 
 
 class Skipped(pytest.Module):

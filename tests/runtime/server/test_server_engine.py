@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -280,7 +281,10 @@ def test_hostile_bodies_on_the_real_engine(real: Any) -> None:
 
 
 @pytest.mark.slow
-def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
+def test_serve_drains_on_sigterm_and_exits_with_0(
+    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, eventually: Any
+) -> None:
+    temporary = tmp_path_factory.mktemp("t")
     process = subprocess.Popen(
         [
             sys.executable,
@@ -302,8 +306,9 @@ def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
     )
-    watchdog = threading.Timer(120, process.kill)
+    watchdog = threading.Timer(240, process.kill)
     watchdog.start()
     try:
         assert process.stderr is not None
@@ -321,12 +326,14 @@ def test_serve_drains_on_sigterm_and_exits_with_0(tiny_folder: Path) -> None:
         chunks = iter(stream)
         next(chunks)
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
+        for each in (process, *children):  # as a service manager does it
+            each.send_signal(signal.SIGTERM)
         last = list(chunks)[-1]
         assert last.usage is not None
         assert last.usage.completion_tokens == 1000
         assert process.wait(timeout=60) == 0
-        assert not [child for child in children if child.is_running()]
+        eventually(lambda: not [child for child in children if child.is_running()])
+        assert not list(temporary.iterdir())
     finally:
         watchdog.cancel()
         process.kill()

@@ -3,7 +3,7 @@
 - chunked: the TTFT of short requests while prompts of 2,000 tokens come in, prompts whole or in chunks.
 - prefix: the TTFT of a prompt whose first 512 tokens are in the cache, against the same engine without a cache.
 - waste: share of the KV slots in use that hold no token, over a mix of 80 % short and 20 % long answers.
-- kv: requests that a KV cache of 64 MiB holds at once, in the model's dtype and in int8, and what int8 costs (KL).
+- kv: requests that a KV cache of 64 MiB holds at once, in bfloat16 and in int8, and what int8 costs (KL).
 - stop: tokens, steps and seconds that a stop string and the end of a form save.
 - swap: what preemption by swap and by recompute take in a cache that is too small.
 
@@ -138,7 +138,9 @@ def waste(model: str, tokens: list[int], count: int) -> None:
 def kv(model: str, tokens: list[int], text: str) -> None:
     fits, logits = [], []
     for dtype in ("float", "int8"):
-        llm = LLM(model, kv_cache_dtype=dtype, kv_cache_memory=64 * MIB, max_num_seqs=64, max_model_len=1024)
+        llm = LLM(
+            model, dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory=64 * MIB, max_num_seqs=64, max_model_len=1024
+        )
         rng = random.Random(3)
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         for i in range(48):

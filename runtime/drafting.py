@@ -14,7 +14,7 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.hub import resolve_model
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.engine.prompt_lookup import PromptLookup
-from qtool.runtime.engine.speculation import Proposer, SpeculationConfig, Speculator
+from qtool.runtime.engine.speculation import MODEL_PRIOR, PRIOR, Proposer, SpeculationConfig, Speculator
 from qtool.runtime.executor.draft_model import CHUNK, DraftModel
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.step_costs import measure_step_costs
@@ -112,4 +112,5 @@ def make_speculator(
             1000 * costs.verify[i],
             1000 * costs.propose[i],
         )
-    return Speculator(proposer, costs, fixed=speculation.num_speculative_tokens)
+    prior = PRIOR if draft is None else MODEL_PRIOR
+    return Speculator(proposer, costs, fixed=speculation.num_speculative_tokens, prior=prior)

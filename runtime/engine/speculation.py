@@ -23,7 +23,8 @@ FIRST = 4  # drafts of a new request
 MOST = 16  # drafts in one step, ever
 RAISE, LOWER = 0.8, 0.5
 MARGIN = 1.25  # what a draft must be worth, over its cost: for what is not known of either
-PRIOR = 0.6  # acceptance, before any was seen
+PRIOR = 0.6  # acceptance, before any was seen: of what is copied
+MODEL_PRIOR = 0.8  # and of what a model drafts
 MEMORY = 0.9  # of a request's acceptance, for each draft looked at
 ENGINE_MEMORY = 0.95
 WEIGHT = 3.0  # drafts that the other requests' acceptance counts as
@@ -170,12 +171,13 @@ class Speculator:
 
     Args:
         fixed: always this K where it pays; None: by acceptance.
+        prior: acceptance to begin with.
     """
 
-    def __init__(self, proposer: Proposer, costs: StepCosts, *, fixed: int | None = None) -> None:
+    def __init__(self, proposer: Proposer, costs: StepCosts, *, fixed: int | None = None, prior: float = PRIOR) -> None:
         self.proposer = proposer
         self.costs = costs
-        self.acceptance = PRIOR
+        self.acceptance = self._prior = prior
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -210,7 +212,7 @@ class Speculator:
             return 0
         pace = self._paces.get(request)
         if pace is None:
-            self.acceptance += RELAX * (PRIOR - self.acceptance)
+            self.acceptance += RELAX * (self._prior - self.acceptance)
             pace = self._paces[request] = _Pace(self._fixed or FIRST)
         if request.num_tokens < pace.resume_at:
             return 0

@@ -31,6 +31,7 @@ from qtool.runtime.llm_engine import LLMEngine
 from qtool.runtime.warm_up import warm_up
 
 MIB = 1 << 20
+DTYPE = "bfloat16"  # `auto` measures which is faster, and a busy machine may answer one way and then the other
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def chunked(model: str, tokens: list[int], short: int, rate: float, every: float
     arrivals.sort(key=lambda a: a.at)
     p99 = {}
     for name, budget in (("whole", 4096), (f"in chunks of {chunk}", chunk)):
-        engine = LLMEngine(model, max_num_batched_tokens=budget, max_num_seqs=32, max_model_len=2100)
+        engine = LLMEngine(model, dtype=DTYPE, max_num_batched_tokens=budget, max_num_seqs=32, max_model_len=2100)
         warm_up(engine)
         found = open_loop(engine, arrivals)
         times = [t for t, a in zip(found, arrivals) if len(a.prompt) == 32]
@@ -115,7 +116,7 @@ def prefix(model: str, tokens: list[int], count: int) -> None:
     own = [rng.choices(tokens, k=16) for _ in range(count)]
     medians = []
     for caching in (False, True):
-        engine = LLMEngine(model, prefix_caching=caching, max_model_len=1024)
+        engine = LLMEngine(model, dtype=DTYPE, prefix_caching=caching, max_model_len=1024)
         warm_up(engine)
         open_loop(engine, [Arrival(0.0, shared + rng.choices(tokens, k=16), 1)])  # the first fills the cache
         times = [open_loop(engine, [Arrival(0.0, shared + rest, 1)])[0] for rest in own]
@@ -125,7 +126,7 @@ def prefix(model: str, tokens: list[int], count: int) -> None:
 
 
 def waste(model: str, tokens: list[int], count: int) -> None:
-    engine = LLMEngine(model, max_num_seqs=16, max_model_len=1024, prefix_caching=False)
+    engine = LLMEngine(model, dtype=DTYPE, max_num_seqs=16, max_model_len=1024, prefix_caching=False)
     warm_up(engine)
     load: list[BenchRequest] = mixed_workload(count, 128, seed=2, token_ids=tokens)
     kv = run_engine(engine, load, concurrency=16).kv
@@ -139,7 +140,7 @@ def kv(model: str, tokens: list[int], text: str) -> None:
     fits, logits = [], []
     for dtype in ("float", "int8"):
         llm = LLM(
-            model, dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory=64 * MIB, max_num_seqs=64, max_model_len=1024
+            model, dtype=DTYPE, kv_cache_dtype=dtype, kv_cache_memory=64 * MIB, max_num_seqs=64, max_model_len=1024
         )
         rng = random.Random(3)
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -171,7 +172,7 @@ def stop(model: str, count: int) -> None:
         "stop='.'": SamplingParams(**base, stop=["."]),
         "a choice": SamplingParams(**base, structured_outputs=form),
     }
-    llm = LLM(model, max_model_len=512, max_num_seqs=16, prefix_caching=False)
+    llm = LLM(model, dtype=DTYPE, max_model_len=512, max_num_seqs=16, prefix_caching=False)
     llm.generate(prompts[:2], kinds["a choice"])  # loads the grammar's tokenizer
     full: tuple[int, float] | None = None
     for name, params in kinds.items():
@@ -194,7 +195,7 @@ def swap(model: str, tokens: list[int]) -> None:
     params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     for mode in ("recompute", "swap", "auto"):
         llm = LLM(
-            model, kv_cache_memory=48 * MIB, swap_space=64 * MIB, max_model_len=512, preemption_mode=mode,
+            model, dtype=DTYPE, kv_cache_memory=48 * MIB, swap_space=64 * MIB, max_model_len=512, preemption_mode=mode,
             prefix_caching=False,
         )  # fmt: skip
         warm_up(llm.engine)

@@ -19,6 +19,7 @@ import openai
 import psutil
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -408,3 +409,18 @@ def test_sampling_is_steered_through_the_api(client: openai.OpenAI, real: Any) -
     assert set(best) <= set(every)
     with pytest.raises(openai.BadRequestError, match="300 is outside the vocabulary"):
         complete(logit_bias={"300": 1})
+
+
+def test_in_process_serves_the_same(client: openai.OpenAI, tiny_folder: Path) -> None:
+    """`qtool serve --in-process`: the engine in a thread, behind the same application."""
+    from qtool.cli.serve import _engine_inside
+    from qtool.runtime.server.app import create_app
+    from qtool.runtime.server.async_engine import AsyncEngine
+
+    engine, memory = _engine_inside(str(tiny_folder), {"dtype": "float32", "device": "cpu", "kv_cache_memory": 1 << 24})
+    assert isinstance(engine, AsyncEngine)
+    assert memory.kv_cache <= 1 << 24
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": prompts(4)[3], "max_tokens": 20, "temperature": 0}
+    with TestClient(create_app(engine, model_name="tiny")) as inside:
+        answer = inside.post("/v1/completions", json=arguments).json()
+    assert answer["choices"][0]["text"] == client.completions.create(**arguments).choices[0].text

@@ -223,7 +223,11 @@ def test_a_killed_engine_fails_its_requests_and_is_replaced(server: Server, samp
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503
     assert httpx.get(f"{url}/metrics").status_code == 200
-    eventually(lambda: httpx.get(f"{url}/health").status_code == 200, timeout_s=300)
+    end = time.monotonic() + 300
+    with httpx.Client() as http:
+        while http.get(f"{url}/health").status_code != 200:
+            assert time.monotonic() < end, "".join(server.log)
+            time.sleep(0.2)
     assert server.engine.pid != before
     assert texts(server.client.completions.create(**arguments)) == want
     assert sample(url, f"qtool_engine_restarts_total{LABEL}") == 1
@@ -275,3 +279,21 @@ def test_a_process_killed_while_it_loads_is_told_so(folder: Path) -> None:
         assert time.monotonic() - began < 60  # told by the system, not by a timeout
     finally:
         process.close()
+
+
+def test_a_crashed_engine_has_last_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from qtool.runtime.server.engine_main import EngineSpec
+    from qtool.runtime.server.engine_process import EngineProcess
+
+    process = EngineProcess(EngineSpec(str(folder), {"device": "cpu", "kv_cache_memory": 1 << 22}))
+    try:
+        ready = process.wait_ready()
+        assert ready.eos_token_ids == {0}
+        process._commands.send(b"\xc1")  # no message: what the engine cannot understand ends it
+        assert list(process.last_reports()) == []
+        assert "MessagePack" in process.how_it_ended()
+        assert "exit status" not in process.how_it_ended()
+    finally:
+        process.close()
+    assert "the engine crashed" in caplog.text
+    assert "Traceback" in caplog.text

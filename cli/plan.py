@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from qtool.sensitivity.record import Sensitivity
     from qtool.sensitivity.verify import Checked, Measure
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 AvgBits = Annotated[
     float | None,
@@ -142,14 +143,18 @@ def _check_model(model: str, found: Sensitivity, file: str) -> Path:
     from qtool.quant.errors import QtoolError
     from qtool.quant.fingerprint import model_fingerprint
     from qtool.quant.hub import resolve_model
+    from qtool.quant.structure import linear_shapes
 
     folder = resolve_model(model)
     with Checkpoint(folder) as checkpoint:
+        shapes = linear_shapes(checkpoint)
         if (other := model_fingerprint(checkpoint)) != found.fingerprint:
             raise QtoolError(
                 f"{file} is of another model (fingerprint {found.fingerprint[:12]}, "
                 f"{model} has {other[:12]}); analyze again"
             )
+    if shapes != found.shapes:
+        raise QtoolError(f"{file}: its layers are not those of {model}; analyze again")
     return folder
 
 
@@ -220,12 +225,12 @@ def _plan(
     if floats:
         reporter.line(f"in 16 bits: {', '.join(floats[:6])}{' ...' if len(floats) > 6 else ''}")
     if checked is not None:
-        _show_check(checked, limits, reporter)
+        _show_check(checked, reporter)
     reporter.say(f"wrote {target}; next: qtool quantize {found.model} --plan {target}")
     reporter.result({"plan": str(target), "schemes": dict(counts), **details})
 
 
-def _show_check(checked: Checked, limits: Limits, reporter: Reporter) -> None:
+def _show_check(checked: Checked, reporter: Reporter) -> None:
     error = 100 * (checked.predicted / checked.measured - 1) if checked.measured > 0 else 0.0
     how = "by the sum of damages" if not checked.correction.points else "by the fitted correction"
     reporter.line(
@@ -237,8 +242,6 @@ def _show_check(checked: Checked, limits: Limits, reporter: Reporter) -> None:
             f"correction: KL = {checked.correction.scale:.3g} x sum^{checked.correction.exponent:.3f}, "
             f"fitted to {len(checked.correction.points)} plans"
         )
-    if limits.max_damage is not None and checked.measured > limits.max_damage:
-        reporter.warn(f"the plan measures above --max-kl {limits.max_damage:g}: no plan within it was found")
 
 
 def _by_size(uniform: dict[str, Allocation]) -> list[tuple[str, Allocation]]:

@@ -95,7 +95,6 @@ class ArtifactWriter:
         self.out = out.resolve()
         self._overwrite = overwrite
         self._folder = self.out.with_name(f".{self.out.name}.partial")
-        self._old = self.out.with_name(f".{self.out.name}.old")
         self._lock = -1
         self._shard_bytes = shard_bytes
         self._open: ShardWriter | None = None
@@ -107,17 +106,12 @@ class ArtifactWriter:
         self._lock = _claim(self._folder, self.out)
         if self.out.exists() and not self._overwrite:
             self._let_go()
-            raise self._appeared_error()
-        if self.out.exists():
-            shutil.rmtree(self._old, ignore_errors=True)  # a run was killed when it had just replaced it
+            raise _appeared_error(self.out)
         return self
 
     def _let_go(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
-
-    def _appeared_error(self) -> QtoolError:
-        return QtoolError(f"{self.out}: appeared while this run was at work, and is left as it is")
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors by name; a shard that one would overfill is ended before it."""
@@ -182,18 +176,32 @@ class ArtifactWriter:
             self._let_go()
 
     def _publish(self) -> None:
-        """Put the finished folder in place; one that stands there (--force) goes only when the new one is whole."""
-        if self.out.exists():
-            if not self._overwrite:
-                raise self._appeared_error()
-            self.out.rename(self._old)
-        try:
-            self._folder.rename(self.out)
-        except OSError:
-            if self._old.exists():
-                self._old.rename(self.out)
-            raise
-        shutil.rmtree(self._old, ignore_errors=True)
+        publish(self._folder, self.out, overwrite=self._overwrite)
+
+
+def publish(folder: Path, out: Path, *, overwrite: bool) -> None:
+    """Put a finished folder in place; one that stands there goes (with `overwrite`) only when the new one is whole.
+
+    Raises:
+        QtoolError: `out` exists, without `overwrite`.
+    """
+    old = out.with_name(f".{out.name}.old")
+    if out.exists():
+        if not overwrite:
+            raise _appeared_error(out)
+        shutil.rmtree(old, ignore_errors=True)  # a run was killed when it had just replaced it
+        out.rename(old)
+    try:
+        folder.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _appeared_error(out: Path) -> QtoolError:
+    return QtoolError(f"{out}: appeared while this run was at work, and is left as it is")
 
 
 def _claim(folder: Path, out: Path) -> int:

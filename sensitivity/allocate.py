@@ -16,6 +16,9 @@ Latency = Mapping[str, Mapping[str, float]]
 """Group name → scheme name → milliseconds that one decode step spends in the group's product."""
 
 
+_LARGEST = 1e12  # of any limit: sums in the solver stay exact
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A plan, and what it costs.
@@ -56,8 +59,10 @@ class Limits:
     def __post_init__(self) -> None:
         given = {"--avg-bits": self.avg_bits, "--max-latency-ms": self.max_latency_ms, "--max-kl": self.max_damage}
         for option, value in given.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise QtoolError(f"{option} {value}: give a number above 0")
+            if value is not None and not 0 < value <= _LARGEST:
+                raise QtoolError(f"{option} {value}: give a number above 0, and no larger than {_LARGEST:g}")
+        if self.max_bytes is not None and self.max_bytes > _LARGEST**1.5:
+            raise QtoolError(f"--max-bytes {self.max_bytes:.3g}: no model is as large; leave it out")
         if (self.max_bytes, *given.values()) == (None,) * 4:
             raise QtoolError("no budget: give --avg-bits, --max-bytes, --max-latency-ms or --max-kl")
 
@@ -72,13 +77,17 @@ class Keep:
     @classmethod
     def parse(cls, text: str) -> Keep:
         """`REGEX` (16 bits) or `REGEX=SCHEME`. Raises QtoolError for a broken expression or an unknown scheme."""
-        pattern, equals, scheme = text.rpartition("=")
-        keep = cls(pattern, scheme_name(parse_scheme(scheme))) if equals else cls(text)
+        parts = re.fullmatch(r"(.*)=\s*([\w-]+)\s*", text, re.DOTALL)  # a lookahead, (?=...), names no scheme
+        pattern, scheme = parts.groups() if parts else (text, FLOAT)
+        if not pattern:
+            raise QtoolError(f"--keep {text!r}: write a regular expression of layer names, such as 'layers.0.'")
         try:
-            re.compile(keep.pattern)
-        except re.error as error:
+            re.compile(pattern)
+            return cls(pattern, scheme_name(parse_scheme(scheme)))
+        except (re.error, OverflowError, RecursionError) as error:
             raise QtoolError(f"--keep {text!r}: not a regular expression ({error})") from None
-        return keep
+        except QtoolError as error:
+            raise QtoolError(f"--keep {text!r}: {error}") from None
 
 
 def allocate(

@@ -22,7 +22,7 @@ from qtool.evalsets.report import write_report
 from qtool.evalsets.report_cells import reasons
 from qtool.evalsets.statistics import Verdict
 from qtool.evalsets.windows import text_windows
-from qtool.quant.artifact import check_apart, check_target
+from qtool.quant.artifact import check_apart, check_target, publish
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
@@ -38,7 +38,7 @@ from qtool.sensitivity.candidates import DEFAULT_SCHEMES
 from qtool.sensitivity.latency import group_latency
 from qtool.sensitivity.probe import analyze, check_request, outline
 from qtool.sensitivity.record import Sensitivity
-from qtool.sensitivity.stages import keep, recall, stage_path
+from qtool.sensitivity.stages import alone, keep, recall, stage_path
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def compress(
         overwrite: replace `out` where it exists and is not the outcome of an equal call.
 
     Raises:
-        QtoolError: an impossible wish, before work begins; whatever the stages refuse.
+        QtoolError: an impossible wish, or another run at work on `out`, before work begins; whatever the stages refuse.
     """
     check_request(wish.schemes, wish.metric, wish.device, wish.rounding, wish.granularity)
     check_apart(out, folder)
@@ -193,14 +193,16 @@ def compress(
             "calibration": calibration.fingerprint,
             "device": resolve_device(wish.device).type,
         }
-    run = _Run(folder, out, wish, analysis, calibration, facts, name or str(folder), tuple(command), progress, say)
-    if (done := run.finished()) is not None:
-        return done
-    check_target(out, overwrite=overwrite)
-    check_folder(run.report)
-    only_distinct([item_set(task) for task in wish.tasks])
-    text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
-    return run.loop(blank)
+    words = tuple(command)
+    run = _Run(folder, out, wish, analysis, calibration, facts, name or str(folder), overwrite, words, progress, say)
+    with alone("compress", out):
+        if (done := run.finished()) is not None:
+            return done
+        check_target(out, overwrite=overwrite)
+        check_folder(run.report)
+        only_distinct([item_set(task) for task in wish.tasks])
+        text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # may be too little
+        return run.loop(blank)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class _Run:
     calibration: CalibrationSet
     facts: dict[str, str]
     name: str
+    overwrite: bool
     command: tuple[str, ...]
     progress: ProgressFn
     say: Callable[[str], None]
@@ -376,9 +379,7 @@ class _Run:
         )
 
     def _finish(self, candidate: Path, steps: list[Step]) -> Outcome:
-        if self.out.exists():
-            shutil.rmtree(self.out)  # asked for with `overwrite`, and found to be a model folder
-        candidate.rename(self.out)
+        publish(candidate, self.out, overwrite=self.overwrite)
         for other in self.out.parent.glob(f".{glob.escape(self.out.name)}.candidate-*"):
             shutil.rmtree(other, ignore_errors=True)
         outcome = Outcome(Verdict.PASS, tuple(steps), self.out, self.report)

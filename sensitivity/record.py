@@ -11,7 +11,7 @@ from typing import Any
 
 from qtool._version import __version__
 from qtool.quant.errors import QtoolError
-from qtool.quant.scheme import layer_bytes, parse_scheme
+from qtool.quant.scheme import FLOAT, layer_bytes, parse_scheme, scheme_name
 from qtool.quant.textfile import read_json
 
 FORMAT = 3
@@ -126,7 +126,7 @@ class Sensitivity:
                 other_bytes=int(document["other_bytes"]),
                 groups=tuple(
                     GroupSensitivity(
-                        g["name"],
+                        str(g["name"]),
                         int(g["block"]),
                         g["kind"],
                         tuple(g["members"]),
@@ -135,14 +135,11 @@ class Sensitivity:
                     for g in document["groups"]
                 ),
             )
-            members = {m for g in sensitivity.groups for m in g.members}
-            if members != set(sensitivity.shapes) or sensitivity.metric not in UNITS:
-                raise ValueError("its groups are not the model's layers")
             check_rounding(sensitivity.rounding)
             sensitivity._check()
         except QtoolError as error:
             raise QtoolError(f"{path}: {error}") from None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise QtoolError(f"{path}: not a sensitivity file, or a damaged one ({error}); analyze again") from None
         return sensitivity
 
@@ -150,12 +147,31 @@ class Sensitivity:
         """ValueError for what no analysis can have found."""
         if not self.groups:
             raise ValueError("no groups")
-        if not isinstance(self.fingerprint, str) or not {"source", "num_sequences", "seq_len"} <= {*self.calibration}:
-            raise ValueError("fingerprint or calibration is damaged")
+        if self.metric not in UNITS or not (isinstance(self.model, str) and isinstance(self.fingerprint, str)):
+            raise ValueError("metric, model or fingerprint is damaged")
+        sizes = [self.calibration[key] for key in ("num_sequences", "seq_len")]
+        if "source" not in self.calibration or not all(type(n) is int and n > 0 for n in sizes):
+            raise ValueError("calibration is damaged")
+        if self.other_bytes < 0 or not math.isfinite(self.forward_passes):
+            raise ValueError("other_bytes or forward_passes is damaged")
+        if any(rows < 1 or cols < 1 for rows, cols in self.shapes.values()):
+            raise ValueError("a layer has no weights")
+        if sorted(m for g in self.groups for m in g.members) != sorted(self.shapes):
+            raise ValueError("its groups are not the model's layers")
+        if len({g.name for g in self.groups}) < len(self.groups):
+            raise ValueError("two groups have one name")
         for group in self.groups:
-            if not group.damage:
-                raise ValueError(f"{group.name} has no damage")
-            for name, value in group.damage.items():
-                if not (math.isfinite(value) and value >= 0):
-                    raise ValueError(f"the damage of {group.name} under {name} is {value}")
-                self.group_bytes(group, name)  # QtoolError for a scheme that is none, or does not fit
+            self._check_group(group)
+        if not math.isfinite(sum(max(g.damage.values()) for g in self.groups)):
+            raise ValueError("the sum of its damages is no finite number")
+
+    def _check_group(self, group: GroupSensitivity) -> None:
+        if not group.members or not group.damage or group.block < 0:
+            raise ValueError(f"{group.name} has no members, no damage or no block")
+        for name, value in group.damage.items():
+            if not (math.isfinite(value) and value >= 0) or (name == FLOAT and value > 0):
+                raise ValueError(f"the damage of {group.name} under {name} is {value}")
+            scheme = parse_scheme(name)  # QtoolError for a scheme that is none
+            if scheme_name(scheme) != name or (scheme is not None and scheme.act_bits):
+                raise ValueError(f"{name} is no scheme that is measured")
+            self.group_bytes(group, name)  # QtoolError for one that does not fit

@@ -17,6 +17,7 @@ from qtool.sensitivity.frontier import frontier, picture, table
 from qtool.sensitivity.record import UNITS, GroupSensitivity, Sensitivity
 
 TOP = 10
+_ROUNDED = {"rtn": "rounded to nearest", "gptq": "by GPTQ on one half of them, and measured on the other"}
 # the rule of thumb: what reads a norm's output is the most sensitive
 _EXPECTED = {"qkv", "gate_up", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
@@ -54,8 +55,8 @@ def kind_rows(sensitivity: Sensitivity) -> tuple[list[str], list[list[str]]]:
     rows = []
     for kind, density in _density(sensitivity).items():
         members = [g for g in sensitivity.groups if g.kind == kind]
-        sums = [sum(g.damage.get(s, 0.0) for g in members) for s in schemes]
-        rows.append([kind, *(f"{s:.3g}" for s in sums), f"{density:.3g}"])
+        found = [[g.damage[s] for g in members if s in g.damage] for s in schemes]
+        rows.append([kind, *(f"{sum(damages):.3g}" if damages else "" for damages in found), f"{density:.3g}"])
     return ["kind", *schemes, "per million weights"], rows
 
 
@@ -138,8 +139,8 @@ img {{ max-width: 100%; }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
 <p>Metric <b>{sensitivity.metric}</b>: {UNITS[sensitivity.metric]}. Measured on {calibration["num_sequences"]} sequences
-of {calibration["seq_len"]} tokens ({html.escape(str(calibration["source"]))}); each group quantized alone, rounded to
-nearest. Model fingerprint {sensitivity.fingerprint[:16]}.</p>
+of {calibration["seq_len"]} tokens ({html.escape(str(calibration["source"]))}); each group quantized alone,
+{_ROUNDED[sensitivity.rounding]}. Model fingerprint {sensitivity.fingerprint[:16]}.</p>
 <p>{html.escape(verdict(sensitivity))}</p>
 <img alt="damage by block, kind of group and scheme" src="data:image/png;base64,{heat}">
 <h2>The most sensitive groups</h2>

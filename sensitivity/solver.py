@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ _OBJECTIVE_SPAN = 1e6  # the largest cost after scaling: makes the solver's abso
 _LIMIT_SPAN = 1e4  # a limit that is no whole number after scaling: the same for the tolerance of its row
 _DIGITS = 1e-9  # relative excess over such a limit that is rounding
 _INFEASIBLE = 2  # milp's status
+_STDOUT = threading.Lock()  # file descriptor 1 is the whole process's
 
 
 def total(table: Table, chosen: Sequence[int]) -> float:
@@ -89,13 +91,16 @@ def _row(table: Table, limit: float) -> LinearConstraint:
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
     """HiGHS now and then prints a remark of its own to file descriptor 1, where --json promises a document."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
+    with _STDOUT, ExitStack() as stack:
+        try:
+            kept = os.dup(1)
+        except OSError:  # it is closed
+            yield
+            return
+        sys.stdout.flush()
+        stack.callback(os.close, kept)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, nowhere)
         os.dup2(nowhere, 1)
+        stack.callback(os.dup2, kept, 1)
         yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)

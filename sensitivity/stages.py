@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,28 @@ def recall(path: Path, read: Callable[[Path], T]) -> T | None:
     except (OSError, QtoolError, ValueError, KeyError, TypeError):
         return None
     return found
+
+
+@contextmanager
+def alone(name: str, target: Path) -> Iterator[None]:
+    """Within it no other run of `name` works on `target` (where the cache can be written to).
+
+    Raises:
+        QtoolError: one does.
+    """
+    key = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:32]
+    lock = cache_folder() / "locks" / f"{name}-{key}"
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise QtoolError(
+                    f"{target}: another run is making it; wait for its end, or choose another --out"
+                ) from None
+        yield
 
 
 def keep(path: Path, text: str) -> None:

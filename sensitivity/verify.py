@@ -21,13 +21,16 @@ from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
-from qtool.quant.scheme import QuantPlan
+from qtool.quant.scheme import FLOAT, QuantPlan
 from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate, greedy
 from qtool.sensitivity.divergence import mean_kl
 from qtool.sensitivity.record import Sensitivity
 from qtool.sensitivity.rounding import batch_tokens, round_block, rounding_for
 
 TOLERANCE = 0.10  # a prediction that misses the measurement by more is corrected
+_EXPONENTS = (0.25, 4.0)  # what a correction may have
+_LOG_LARGEST = 27.0  # of a sum of damages
+_ATTEMPTS = 6  # to come close to a KL from below
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,14 @@ class Correction:
 
     def damage(self, kl: float) -> float:
         """The summed damage at which that KL is predicted."""
-        return float((kl / self.scale) ** (1 / self.exponent))
+        return math.exp(min(_LOG_LARGEST, (math.log(kl) - math.log(self.scale)) / self.exponent))
 
 
 def fit_correction(points: Sequence[tuple[float, float]]) -> Correction:
     """Least squares in logarithms over (summed damage, measured KL); one point gives a scale alone.
 
-    Points where either is zero say nothing. An exponent that the points do not determine, or that is not positive
-    (measurements of noise), stays 1.
+    Points where either is zero say nothing. An exponent that the points do not determine, or that is beyond
+    _EXPONENTS (measurements of noise), stays 1.
     """
     usable = [(d, kl) for d, kl in points if d > 0 and kl > 0]
     if not usable:
@@ -63,7 +66,7 @@ def fit_correction(points: Sequence[tuple[float, float]]) -> Correction:
     x, y = np.log(np.array(usable)).T
     spread = float(((x - x.mean()) ** 2).sum())
     exponent = float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread > 1e-6 else 1.0
-    if exponent <= 0:
+    if not _EXPONENTS[0] <= exponent <= _EXPONENTS[1]:
         exponent = 1.0
     return Correction(math.exp(float(y.mean()) - exponent * float(x.mean())), exponent, tuple(points))
 
@@ -126,7 +129,7 @@ class Checked:
     Attributes:
         allocation: the plan.
         correction: from summed damage to KL; the identity where sums predict well enough.
-        predicted: the KL that was predicted for the plan before it was measured itself.
+        predicted: the KL that is predicted for the plan without its own measurement.
         measured: its KL as a whole.
         measurements: (summed damage, measured KL) of every plan that was measured, in order.
     """
@@ -162,46 +165,110 @@ def check(
 
     The correction is fitted to plans at a third to three times the first plan's damage, which is not among them, so
     that its own measurement tells how well the correction predicts. It grows with the sum, so the best plan of a size
-    or time stays the best; `limits.max_damage` is a limit of the KL here, and the plan is solved again under the
-    corrected limit until it measures within it, or three times.
+    or time stays the best; `limits.max_damage` is a limit of the KL here, see _within().
 
     Raises:
-        QtoolError: as allocate().
+        QtoolError: as allocate(), or not even the most precise plan measures within `limits.max_damage`.
     """
-    goal = limits.max_damage
+    if limits.max_damage is not None:
+        return _within(sensitivity, limits, limits.max_damage, measure, keep, latency)
     pool = [allocate(sensitivity, limits, keep=keep, latency=latency)]
-    if goal is None and limits.max_latency_ms is None:
+    if limits.max_latency_ms is None:
         rule = greedy(sensitivity, limits, keep=keep)
         pool += [rule] if rule.plan != pool[0].plan else []
-    measured = dict(zip((p.damage for p in pool), measure([p.plan for p in pool]), strict=True))
-    plan = min(pool, key=lambda p: measured[p.damage])
-    kl = measured[plan.damage]
-    if not misses(plan.damage, kl) and (goal is None or kl <= goal):
-        return Checked(plan, Correction(), plan.damage, kl, tuple(measured.items()))
-    around = _around(sensitivity, plan, keep)
-    others = dict(zip((p.damage for p in around), measure([p.plan for p in around]), strict=True))
-    correction = fit_correction(list(others.items()) or list(measured.items()))
-    measured |= others
-    predicted = correction.kl(plan.damage)
-    for _ in range(3 if goal is not None else 0):
-        assert goal is not None
-        again = allocate(sensitivity, replace(limits, max_damage=correction.damage(goal)), keep=keep, latency=latency)
-        if again.damage not in measured:
-            predicted = correction.kl(again.damage)
-            (measured[again.damage],) = measure([again.plan])
-            correction = fit_correction(list(measured.items()))
-        plan = again
-        if measured[plan.damage] <= goal:
+    trials = _try(pool, measure)
+    best = min(trials, key=lambda t: t.kl)
+    if not misses(best.plan.damage, best.kl):
+        return _checked(best, trials, Correction())
+    around = _try(_around(best.plan, lambda d: allocate(sensitivity, Limits(max_damage=d), keep=keep)), measure)
+    return _checked(best, trials + around, fit_correction([t.point for t in around or trials]))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A plan and its KL as a whole."""
+
+    plan: Allocation
+    kl: float
+
+    @property
+    def point(self) -> tuple[float, float]:
+        return self.plan.damage, self.kl
+
+
+def _try(plans: Sequence[Allocation], measure: Measure) -> list[_Trial]:
+    if not plans:
+        return []
+    return [_Trial(plan, kl) for plan, kl in zip(plans, measure([p.plan for p in plans]), strict=True)]
+
+
+def _checked(best: _Trial, trials: Sequence[_Trial], correction: Correction, predicted: float | None = None) -> Checked:
+    if predicted is None:
+        predicted = correction.kl(best.plan.damage)
+    return Checked(best.plan, correction, predicted, best.kl, tuple(t.point for t in trials))
+
+
+def _within(
+    sensitivity: Sensitivity,
+    limits: Limits,
+    goal: float,
+    measure: Measure,
+    keep: Sequence[Keep],
+    latency: Latency | None,
+) -> Checked:
+    """The smallest plan found that measures within `goal`.
+
+    Its sum is the first limit; after that what the correction says, which takes in every measurement, and less than the
+    sum of any plan that measured above the goal. _ATTEMPTS at most; the most precise plan of all
+    is the last that is tried.
+    """
+    precise = _most_precise(sensitivity, limits, keep, latency)
+
+    def solve(damage: float) -> Allocation:
+        if damage <= precise.damage:
+            return precise
+        return allocate(sensitivity, replace(limits, max_damage=damage), keep=keep, latency=latency)
+
+    trials = _try([solve(goal)], measure)
+    first = trials[0]
+    if first.kl <= goal and not misses(first.plan.damage, first.kl):
+        return _checked(first, trials, Correction())
+    trials += _try(_around(first.plan, solve), measure)
+    for _ in range(_ATTEMPTS):
+        above = [t.plan.damage * goal / t.kl for t in trials if t.kl > goal]
+        plan = solve(min([fit_correction([t.point for t in trials]).damage(goal), *above]))
+        if any(t.plan.plan == plan.plan for t in trials):
             break
-    return Checked(plan, correction, predicted, measured[plan.damage], tuple(measured.items()))
+        trials += _try([plan], measure)
+        if trials[-1].kl <= goal and not misses(goal, trials[-1].kl):
+            break
+    good = [t for t in trials if t.kl <= goal]
+    if not good and all(t.plan.plan != precise.plan for t in trials):
+        trials += _try([precise], measure)
+        good = [t for t in trials[-1:] if t.kl <= goal]
+    if not good:
+        least = min(t.kl for t in trials)
+        raise QtoolError(f"--max-kl {goal:g}: no plan measures within it, the most precise one has {least:.4g}")
+    best = min(good, key=lambda t: (t.plan.linear_bytes, t.kl))
+    others = fit_correction([t.point for t in trials if t is not best])
+    return _checked(best, trials, others)
 
 
-def _around(sensitivity: Sensitivity, plan: Allocation, keep: Sequence[Keep]) -> list[Allocation]:
-    """Distinct exact plans of about a third to three times the summed damage of `plan`."""
+def _most_precise(
+    sensitivity: Sensitivity, limits: Limits, keep: Sequence[Keep], latency: Latency | None
+) -> Allocation:
+    """The plan of least damage under all limits but that of damage."""
+    all_bytes = sum(max(sensitivity.group_bytes(g, s) for s in (FLOAT, *g.damage)) for g in sensitivity.groups)
+    size = all_bytes + sensitivity.other_bytes if limits.max_bytes is None else limits.max_bytes
+    return allocate(sensitivity, replace(limits, max_bytes=size, max_damage=None), keep=keep, latency=latency)
+
+
+def _around(plan: Allocation, solve: Callable[[float], Allocation]) -> list[Allocation]:
+    """Distinct plans of about a third to three times the summed damage of `plan`; `solve` makes one for a limit."""
     found: dict[float, Allocation] = {}
     for factor in (1 / 3, 1 / 1.7, 1.7, 3):
         try:
-            other = allocate(sensitivity, Limits(max_damage=factor * plan.damage), keep=keep)
+            other = solve(factor * plan.damage)
         except QtoolError:  # less than the most precise plan has
             continue
         if other.damage > 0 and other.damage != plan.damage:

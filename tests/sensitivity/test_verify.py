@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
+from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantPlan, scheme_name
-from qtool.sensitivity.allocate import Limits, allocate, describe, greedy
+from qtool.sensitivity.allocate import Keep, Limits, allocate, describe, greedy
 from qtool.sensitivity.frontier import frontier
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
@@ -135,6 +139,55 @@ def test_max_kl_is_solved_again_under_the_corrected_limit(found: Sensitivity) ->
     assert got.allocation == want
     assert got.measured <= goal
     assert got.predicted == pytest.approx(got.measured, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_max_kl_may_be_less_than_the_least_sum(found: Sensitivity, share: float) -> None:
+    """Sums that overshoot ten times: what measures within the limit is found all the same."""
+    keep = [Keep("layers.0", "w4g32")]
+    least = allocate(found, Limits(max_bytes=1 << 30), keep=keep).damage
+    goal = share * least
+
+    def measure(plans: Any) -> list[float]:
+        return [0.1 * describe(found, [scheme_name(p[g.members[0]]) for g in found.groups]).damage for p in plans]
+
+    got = check(found, Limits(max_damage=goal), measure, keep=keep)
+    assert got.measured <= goal
+    assert got.allocation.linear_bytes == allocate(found, Limits(max_damage=10 * goal), keep=keep).linear_bytes
+    assert got.predicted == pytest.approx(got.measured)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_noisy_measurement_is_kept_within_max_kl(found: Sensitivity, seed: int) -> None:
+    """Up to 1.5 times off the law: the plan measures within the limit, as do the other limits hold."""
+
+    def measure(plans: Any) -> list[float]:
+        names = [[scheme_name(p[g.members[0]]) for g in found.groups] for p in plans]
+        noise = [math.exp(random.Random(f"{seed} {n}").uniform(-0.4, 0.4)) for n in names]
+        return [float(1.4 * describe(found, n).damage ** 1.2) * e for n, e in zip(names, noise, strict=True)]
+
+    damages = sorted(p.damage for p in frontier(found) if p.damage > 0)
+    goal = 1.4 * damages[len(damages) // 2] ** 1.2
+    got = check(found, Limits(max_damage=goal, avg_bits=12.0), measure)
+    assert got.measured == measure([got.allocation.plan])[0] <= goal
+    assert got.allocation.average_bits <= 12
+
+
+def test_a_max_kl_that_nothing_measures_within_is_refused(found: Sensitivity) -> None:
+    with pytest.raises(QtoolError, match=r"--max-kl 0.5: no plan measures within it, the most precise one has 0.7"):
+        check(found, Limits(max_damage=0.5), lambda plans: [0.7] * len(plans))
+
+
+def test_plans_of_one_sum_keep_measurements_of_their_own(found: Sensitivity) -> None:
+    alike = replace(found, groups=tuple(replace(g, damage={"w8": 0.01, "w4g32": 0.1}) for g in found.groups))
+    budgets = [Limits(avg_bits=4.6 + 0.05 * i) for i in range(70)]
+    limits = next(b for b in budgets if greedy(alike, b).plan != allocate(alike, b).plan)
+    exact, rule = allocate(alike, limits), greedy(alike, limits)
+    assert exact.damage == rule.damage
+    for better in (exact, rule):
+        got = check(alike, limits, lambda plans, p=better.plan: [0.1 if q == p else 0.2 for q in plans])
+        assert got.allocation == better
+        assert got.measured == 0.1
 
 
 def test_the_frontier_is_exact_ascending_and_corrected(found: Sensitivity) -> None:

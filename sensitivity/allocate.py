@@ -61,8 +61,8 @@ class Limits:
         for option, value in given.items():
             if value is not None and not 0 < value <= _LARGEST:
                 raise QtoolError(f"{option} {value}: give a number above 0, and no larger than {_LARGEST:g}")
-        if self.max_bytes is not None and self.max_bytes > _LARGEST**1.5:
-            raise QtoolError(f"--max-bytes {self.max_bytes:.3g}: no model is as large; leave it out")
+        if self.max_bytes is not None and self.max_bytes > 10**18:
+            raise QtoolError(f"--max-bytes {str(self.max_bytes)[:9]}...: no model is as large; leave it out")
         if (self.max_bytes, *given.values()) == (None,) * 4:
             raise QtoolError("no budget: give --avg-bits, --max-bytes, --max-latency-ms or --max-kl")
 

@@ -195,14 +195,15 @@ def compress(
         }
     words = tuple(command)
     run = _Run(folder, out, wish, analysis, calibration, facts, name or str(folder), overwrite, words, progress, say)
+    if (done := run.finished()) is not None:
+        return done
+    check_target(out, overwrite=overwrite)
+    check_folder(run.report)
+    only_distinct([item_set(task) for task in wish.tasks])
+    text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
+    latency = run.possible(blank)
     with alone("compress", out):
-        if (done := run.finished()) is not None:
-            return done
-        check_target(out, overwrite=overwrite)
-        check_folder(run.report)
-        only_distinct([item_set(task) for task in wish.tasks])
-        text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # may be too little
-        return run.loop(blank)
+        return run.loop(latency)
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,16 @@ class _Run:
 
         return recall(self._outcome_path(), read)
 
-    def loop(self, blank: Sensitivity) -> Outcome:
+    def possible(self, blank: Sensitivity) -> Latency | None:
+        """The kernels' times, where a limit is of time. Raises QtoolError for a budget that no plan keeps."""
         latency = None
         if self.wish.limits.max_latency_ms is not None:
             device = resolve_device(self.wish.device)
             latency = group_latency(blank, device, tokens=self.wish.batch, progress=self.progress)
-        allocate(blank, self.wish.limits, keep=self.wish.keep, latency=latency)  # the impossible is refused before work
+        allocate(blank, self.wish.limits, keep=self.wish.keep, latency=latency)
+        return latency
+
+    def loop(self, latency: Latency | None) -> Outcome:
         sensitivity = self._analyze()
         steps: list[Step] = []
         for limits, plan in self._plans(sensitivity, latency):

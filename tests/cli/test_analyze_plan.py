@@ -227,12 +227,16 @@ def test_a_plan_is_verified(sensitivity: Path, folder: Path, text: Path, tmp_pat
 
 def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
+    renamed = tmp_path / "renamed.json"
+    renamed.write_text(sensitivity.read_text().replace("layers.1.", "layers.7."))
     out = str(tmp_path / "p.json")
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     source = str(sensitivity)
     cases: list[tuple[list[str], str]] = [
         (["plan", source, str(other), "--avg-bits", "5", "-o", out], "is of another model"),
+        (["plan", str(renamed), str(folder), "--avg-bits", "5", "-o", out], "its layers are not those of"),
+        (["plan", source, "--max-bytes", "9" * 400, "-o", out], "no model is as large"),
         (["plan", source, "-o", out], "no budget"),
         (["plan", source, "--frontier", "--avg-bits", "5", "-o", out], "--frontier shows every budget"),
         (["plan", source, "--frontier", "--axis", "weight", "-o", out], "use size or latency"),
@@ -262,7 +266,8 @@ def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, t
 
 
 @pytest.mark.parametrize(
-    ("written", "bytes_"), [("90MB", 90_000_000), ("1.5GiB", 3 << 29), ("12345", 12345), ("2 kb", 2000), ("7B", 7)]
+    ("written", "bytes_"),
+    [("90MB", 90_000_000), ("1.5GiB", 3 << 29), ("12345", 12345), ("2 kb", 2000), ("7B", 7), ("1.5TB", 15 * 10**11)],
 )
 def test_sizes(written: str, bytes_: int) -> None:
     assert parse_bytes(written) == bytes_

@@ -115,6 +115,49 @@ def test_a_killed_run_goes_on(
     assert counts == {"analyze": 0, "quantize": 0, "compare": 1}
 
 
+LOOSE = ["--gate", "1000%", "--gate-kl", "50"]
+
+
+def test_a_folder_that_appears_meanwhile_is_left_as_it_is(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "m" / "theirs"
+    original = loop.compare
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        theirs.parent.mkdir()
+        theirs.write_text("precious")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "compare", meanwhile)
+        assert run([*words, *LOOSE, "--quiet"]) == 3
+    assert "appeared while this run was at work" in capsys.readouterr().err
+    assert theirs.read_text() == "precious"
+    theirs.unlink()
+    theirs.parent.rmdir()
+    counts = count(monkeypatch)
+    assert qtool(capsys, [*words, *LOOSE])["verdict"] == "PASS"  # nothing of the work is lost
+    assert counts == {"analyze": 0, "quantize": 0, "compare": 0}
+
+
+def test_one_run_at_a_time_makes_a_folder(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.compare
+    statuses = []
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        statuses.append(run([*words, *LOOSE, "--seed", "1", "--quiet"]))
+        return original(*args, **options)
+
+    monkeypatch.setattr(loop, "compare", meanwhile)
+    assert run([*words, *LOOSE, "--quiet"]) == 0
+    assert statuses == [3]
+    assert "another run is making it" in capsys.readouterr().err
+    assert (tmp_path / "m" / "config.json").is_file()
+
+
 def test_inconclusive_takes_more_windows_and_is_no_pass(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

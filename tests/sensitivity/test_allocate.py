@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -263,11 +267,42 @@ def test_broken_keep_is_refused() -> None:
         Keep.parse("layers.(0")
     with pytest.raises(QtoolError, match="unknown scheme 'w9z'"):
         Keep.parse("layers.0=w9z")
+    with pytest.raises(QtoolError, match="--keep 'o=w5': 5 bits per weight"):
+        Keep.parse("o=w5")
+    for repeated in ("a{99999999999}", "(" * 5000 + ")" * 5000):
+        with pytest.raises(QtoolError, match="not a regular expression"):
+            Keep.parse(repeated)
+    for empty in ("", "=w8"):
+        with pytest.raises(QtoolError, match="write a regular expression of layer names"):
+            Keep.parse(empty)
+
+
+def test_a_lookahead_names_no_scheme() -> None:
+    assert Keep.parse(r"layers\.(?=0)") == Keep(r"layers\.(?=0)", "fp16")
+    assert Keep.parse("(?=model).*o_proj=W8") == Keep("(?=model).*o_proj", "w8")
+
+
+def test_threads_get_the_same_plan_and_leave_stdout_open(capfd: pytest.CaptureFixture[str]) -> None:
+    problem = make([{"w8": 0.1 * i, "w4g32": 0.3 + 0.1 * i} for i in range(1, 5)], [(64, 64)] * 4)
+    alone = allocate(problem, Limits(avg_bits=6.0))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: allocate(problem, Limits(avg_bits=6.0)), range(32)))
+    assert all(plan == alone for plan in found)
+    os.write(1, b"kept")
+    assert capfd.readouterr().out == "kept"
+
+
+def test_the_solver_runs_where_stdout_is_closed() -> None:
+    script = (
+        "import os, sys; os.close(1)\n"
+        "from qtool.sensitivity.solver import minimize\n"
+        "sys.stderr.write(str(minimize([[2.0, 1.0], [1.0, 3.0]])))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], stderr=subprocess.PIPE, text=True, check=True)
+    assert done.stderr == "[1, 0]"
 
 
 def test_what_the_solver_prints_stays_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    import os
-
     from qtool.sensitivity.solver import _silent_stdout
 
     with _silent_stdout():

@@ -52,7 +52,20 @@ def test_a_record_is_read_back_as_it_was(tmp_path: Path) -> None:
         {"groups": [GROUP, GROUP | {"members": []}]},
         {"groups": [GROUP | {"block": -1}]},
         {"groups": [GROUP | {"block": float("inf")}]},
-        *({"damage": d} for d in ({}, {"fp16": 1.0}, {"w8a8": 1.0}, {"W8": 1.0}, {"w8": float("nan")}, {"w8": -1.0}, {"bogus": 1.0}, {"w4g40": 1.0}, {"w8": "x"})),
+        *(
+            {"damage": d}
+            for d in (
+                {},
+                {"fp16": 1.0},
+                {"w8a8": 1.0},
+                {"W8": 1.0},
+                {"w8": float("nan")},
+                {"w8": -1.0},
+                {"bogus": 1.0},
+                {"w4g40": 1.0},
+                {"w8": "x"},
+            )
+        ),
     ],
     ids=str,
 )
@@ -70,7 +83,7 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: dict[str, A
 def test_damages_that_sum_to_no_number_are_refused(tmp_path: Path) -> None:
     two = {f"model.layers.{i}.o": (64, 64) for i in range(2)}
     groups = tuple(GroupSensitivity(name, i, "o", (name,), {"w8": 1e308}) for i, name in enumerate(two))
-    errors = dict.fromkeys(two, {"w8": 0.01})
+    errors = {name: {"w8": 0.01} for name in two}
     (tmp_path / "s.json").write_text(replace(FOUND, shapes=two, weight_error=errors, groups=groups).to_json())
     with pytest.raises(QtoolError, match="the sum of its damages"):
         Sensitivity.load(tmp_path / "s.json")

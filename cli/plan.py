@@ -41,7 +41,7 @@ Wishes = Annotated[
     typer.Option("--keep", help="REGEX (stays in 16 bits) or REGEX=SCHEME, by layer name; may be repeated."),
 ]
 Batch = Annotated[
-    int, typer.Option("--batch", min=1, help="Sequences in the decode step that --max-latency-ms is about.")
+    int, typer.Option("--batch", min=1, max=65536, help="Sequences in the decode step that --max-latency-ms is about.")
 ]
 
 

@@ -176,16 +176,19 @@ def describe(sensitivity: Sensitivity, names: Sequence[str], latency: Latency | 
 def size_range(
     sensitivity: Sensitivity, keep: Sequence[Keep] = (), latency: Latency | None = None
 ) -> tuple[float, float]:
-    """Bytes of the linears (milliseconds where `latency` is given) of the least plan, and of the most precise one."""
+    """Bytes of the linears (milliseconds where `latency` is given, each group's in whole nanoseconds, rounded up, as
+    allocate() counts them) of the least plan, and of the most precise one.
+    """
     options = _options(sensitivity, keep)
 
     def cost(group: GroupSensitivity, scheme: str) -> float:
-        return sensitivity.group_bytes(group, scheme) if latency is None else latency[group.name][scheme]
+        return sensitivity.group_bytes(group, scheme) if latency is None else _nanoseconds(latency[group.name][scheme])
 
     pairs = list(zip(sensitivity.groups, options, strict=True))
     smallest = [min(cost(g, s) for s in o) for g, o in pairs]
     precise = [min((damage, cost(g, s)) for s, damage in o.items())[1] for g, o in pairs]
-    return math.fsum(smallest), math.fsum(precise)
+    unit = 1.0 if latency is None else 1e6
+    return math.fsum(smallest) / unit, math.fsum(precise) / unit
 
 
 def uniform_allocations(sensitivity: Sensitivity, latency: Latency | None = None) -> dict[str, Allocation]:

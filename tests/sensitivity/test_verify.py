@@ -213,3 +213,10 @@ def test_the_frontier_of_time(found: Sensitivity) -> None:
     assert times == sorted(times)
     assert (times[0], times[-1]) == (8.0, 32.0)
     assert curve[-1].damage == 0
+
+
+def test_the_frontier_of_times_between_nanoseconds(found: Sensitivity) -> None:
+    latency = {g.name: {"fp16": 0.4000001, "w8": 0.2000003, "w4g32": 0.1000007} for g in found.groups}
+    curve = frontier(found, latency=latency, points=7)
+    assert curve[0].latency_ms == pytest.approx(8 * 0.1000007)
+    assert curve[-1].damage == 0

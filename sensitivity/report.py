@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from qtool.quant.scheme import FLOAT
 from qtool.sensitivity.allocate import uniform_allocations
@@ -105,6 +106,7 @@ def heat_map(sensitivity: Sensitivity) -> bytes:
         axis.set_title(scheme, fontsize=9, loc="left")
         axis.set_yticks(range(len(kinds)), kinds, fontsize=8)
         axis.tick_params(axis="x", labelsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[-1].set_xlabel("decoder block", fontsize=9)
     figure.colorbar(image, ax=list(axes)).set_label(UNITS[sensitivity.metric], fontsize=8)
     buffer = io.BytesIO()

@@ -51,7 +51,7 @@ def test_a_percentage() -> None:
 def test_the_documented_example_is_read(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
     path = tmp_path / "gate.toml"
-    path.write_text("\n".join(line[4:] for line in text.splitlines() if line.startswith("    ")), encoding="utf-8")
+    path.write_text(text.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
     assert read_gate(str(path)) == Thresholds(task_drops=(("grammar", 0.03),), ignored=(PERPLEXITY,))
 
 

@@ -129,11 +129,10 @@ def test_some_items_of_a_set_are_asked_again_in_reverse() -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_what_the_default_model_cannot_do_never_passes(default_model: Path) -> None:
-    """120 sums and 100 questions in Chinese: no better than guessing, so the model against itself is no pass."""
+    """100 questions in Chinese: no better than guessing, so the model against itself is no pass."""
     lm = QtoolLM(served=serve(default_model, dtype="float32", device="cpu"), tokenizer=load_tokenizer(default_model))
-    for name, every in (("arithmetic", 4), ("chinese", 5)):
-        asked = BUILT_IN[name]()
-        result = run_set(lm, replace(asked, items=asked.items[::every]))
-        (metric,) = judge_all([task_metric(result, result, Thresholds(), seed=0)])
-        assert metric.verdict is Verdict.UNINFORMATIVE, (name, metric.base)
-        assert verdict_of([metric]) is Verdict.INCONCLUSIVE
+    asked = BUILT_IN["chinese"]()
+    result = run_set(lm, replace(asked, items=asked.items[::5]))
+    (metric,) = judge_all([task_metric(result, result, Thresholds(), seed=0)])
+    assert metric.verdict is Verdict.UNINFORMATIVE, metric.base
+    assert verdict_of([metric]) is Verdict.INCONCLUSIVE

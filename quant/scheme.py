@@ -124,9 +124,9 @@ def parse_scheme(name: str) -> QuantScheme | None:
     return None if name.strip().lower() in (FLOAT, "bf16") else QuantScheme.parse(name)
 
 
-def layer_bytes(scheme: QuantScheme | None, rows: int, cols: int) -> int:
-    """True bytes of a [rows, cols] linear under `scheme`; None is 16-bit."""
-    return rows * cols * 2 if scheme is None else scheme.num_bytes(rows, cols)
+def layer_bytes(scheme: QuantScheme | None, rows: int, cols: int, float_bytes: int = 2) -> int:
+    """True bytes of a [rows, cols] linear under `scheme`; None: it stays as it is, at `float_bytes` a weight."""
+    return rows * cols * float_bytes if scheme is None else scheme.num_bytes(rows, cols)
 
 
 def fit_group(scheme: QuantScheme, cols: int) -> QuantScheme:

@@ -160,13 +160,14 @@ def describe(sensitivity: Sensitivity, names: Sequence[str], latency: Latency | 
     """The allocation that gives the i-th group the scheme names[i]; each must have been measured (or be 16-bit)."""
     by_layer = {m: name for g, name in zip(sensitivity.groups, names, strict=True) for m in g.members}
     plan = QuantPlan({layer: parse_scheme(by_layer[layer]) for layer in sensitivity.shapes})
-    size = plan.num_bytes(sensitivity.shapes)
+    size = sum(sensitivity.group_bytes(g, name) for g, name in zip(sensitivity.groups, names))
+    weights = sum(rows * cols for rows, cols in sensitivity.shapes.values())
     return Allocation(
         plan=plan,
         damage=math.fsum(_damage_of(g, name) for g, name in zip(sensitivity.groups, names)),
         linear_bytes=size,
         total_bytes=size + sensitivity.other_bytes,
-        average_bits=plan.average_bits(sensitivity.shapes),
+        average_bits=8 * size / weights,
         latency_ms=None
         if latency is None
         else math.fsum(latency[g.name][n] for g, n in zip(sensitivity.groups, names)),

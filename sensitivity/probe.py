@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -110,6 +110,7 @@ def analyze(
             forward_passes=passes,
             shapes=shapes,
             weight_error=_weight_errors(checkpoint, groups, place, progress),
+            float_bytes=_float_bytes(checkpoint, shapes),
             other_bytes=_other_bytes(checkpoint),
             groups=_with_damage(groups, damage),
         )
@@ -132,6 +133,7 @@ def outline(checkpoint: Checkpoint, schemes: Sequence[str], granularity: str = "
         forward_passes=0.0,
         shapes=shapes,
         weight_error={},
+        float_bytes=_float_bytes(checkpoint, shapes),
         other_bytes=_other_bytes(checkpoint),
         groups=_with_damage(groups, {g.name: {s.name: 0.0 for s in g.schemes} for g in groups}),
     )
@@ -156,6 +158,10 @@ def _weight_errors(
             errors[name] = {s.name: weight_error(weight, fake_quantize(name, weight, s)) for s in group.schemes}
         progress("weight errors", done, len(groups))
     return errors
+
+
+def _float_bytes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, int]]) -> int:
+    return checkpoint.tensor(f"{next(iter(shapes))}.weight").element_size()
 
 
 def _other_bytes(checkpoint: Checkpoint) -> int:

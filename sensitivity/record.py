@@ -63,6 +63,7 @@ class Sensitivity:
         forward_passes: what the probe cost, in passes of all samples through all blocks, quantizing apart.
         shapes: layer → (rows, cols), every linear of the blocks.
         weight_error: layer → scheme name → ‖W − Q‖ / ‖W‖.
+        float_bytes: of a weight that is not quantized, as the checkpoint stores it: 2, or 4 in float32.
         other_bytes: true bytes of all other weights (embedding, norms, biases, head; a tied head counts once).
         groups: in model order.
     """
@@ -75,12 +76,14 @@ class Sensitivity:
     forward_passes: float
     shapes: Mapping[str, tuple[int, int]]
     weight_error: Mapping[str, Mapping[str, float]]
+    float_bytes: int
     other_bytes: int
     groups: tuple[GroupSensitivity, ...]
 
     def group_bytes(self, group: GroupSensitivity, scheme: str) -> int:
         """True bytes of the group's weights under a scheme, scales and zero points included."""
-        return sum(layer_bytes(parse_scheme(scheme), *self.shapes[name]) for name in group.members)
+        found = parse_scheme(scheme)
+        return sum(layer_bytes(found, *self.shapes[name], self.float_bytes) for name in group.members)
 
     def to_json(self) -> str:
         document = {
@@ -93,6 +96,7 @@ class Sensitivity:
             "rounding": self.rounding,
             "calibration": dict(self.calibration),
             "forward_passes": self.forward_passes,
+            "float_bytes": self.float_bytes,
             "other_bytes": self.other_bytes,
             "groups": [
                 {"name": g.name, "block": g.block, "kind": g.kind, "members": list(g.members), "damage": dict(g.damage)}
@@ -123,6 +127,7 @@ class Sensitivity:
                 forward_passes=float(document["forward_passes"]),
                 shapes={name: (int(v["shape"][0]), int(v["shape"][1])) for name, v in document["layers"].items()},
                 weight_error={name: v["weight_error"] for name, v in document["layers"].items()},
+                float_bytes=int(document["float_bytes"]),
                 other_bytes=int(document["other_bytes"]),
                 groups=tuple(
                     GroupSensitivity(
@@ -152,8 +157,8 @@ class Sensitivity:
         sizes = [self.calibration[key] for key in ("num_sequences", "seq_len")]
         if "source" not in self.calibration or not all(type(n) is int and n > 0 for n in sizes):
             raise ValueError("calibration is damaged")
-        if self.other_bytes < 0 or not math.isfinite(self.forward_passes):
-            raise ValueError("other_bytes or forward_passes is damaged")
+        if self.float_bytes not in (2, 4) or self.other_bytes < 0 or not math.isfinite(self.forward_passes):
+            raise ValueError("float_bytes, other_bytes or forward_passes is damaged")
         if any(rows < 1 or cols < 1 for rows, cols in self.shapes.values()):
             raise ValueError("a layer has no weights")
         if sorted(m for g in self.groups for m in g.members) != sorted(self.shapes):

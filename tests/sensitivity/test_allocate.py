@@ -32,7 +32,7 @@ def make(damages: list[dict[str, float]], shapes: list[tuple[int, int]]) -> Sens
         members = tuple(f"model.layers.{i}.self_attn.{p}_proj" for p in "qkv")
         layers.update(dict.fromkeys(members, shape))
         groups.append(GroupSensitivity(f"model.layers.{i}.qkv", i, "qkv", members, damage))
-    return Sensitivity("m", "f" * 64, "kl", "rtn", {}, 4.0, layers, {n: {} for n in layers}, OTHER, tuple(groups))
+    return Sensitivity("m", "f" * 64, "kl", "rtn", {}, 4.0, layers, {n: {} for n in layers}, 2, OTHER, tuple(groups))
 
 
 def brute_force(

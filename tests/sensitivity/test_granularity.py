@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from qtool.quant.calibration import CalibrationSet
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.pipeline import quantize
 from qtool.quant.structure import ModelStructure, fused_groups, linear_shapes, structure_of
-from qtool.sensitivity.allocate import Limits, allocate
+from qtool.sensitivity.allocate import Limits, allocate, describe
 from qtool.sensitivity.candidates import candidate_groups, parse_candidates
 from qtool.sensitivity.probe import analyze, outline
 from qtool.sensitivity.record import Sensitivity
@@ -81,6 +84,22 @@ def test_a_plan_by_layer_becomes_an_artifact(folder: Path, tmp_path: Path) -> No
     assert any("vLLM" in note for note in report.notes) == any(
         len({plan[m] for m in names}) > 1 for names in fused_groups(structure_of_folder(folder))
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_bytes_are_those_of_the_artifact(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Layers that stay as they are take what the checkpoint stores: four bytes a weight in float32."""
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "m")
+    calibration = CalibrationSet(TOKENS, "random tokens", "c" * 64)
+    found = analyze(tmp_path / "m", schemes=("fp16", *SCHEMES), metric="weight", calibration=calibration, device="cpu")
+    plan = describe(found, ["fp16", "w4g32", "w8", "fp16"] * 2)
+    quantize(tmp_path / "m", tmp_path / "out", plan=plan.plan, method="rtn", device="cpu")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    true = sum(t.nbytes for name, t in stored.items() if not name.endswith("weight_shape"))
+    assert plan.total_bytes == true
+    assert plan.average_bits == pytest.approx(8 * plan.linear_bytes / sum(r * c for r, c in found.shapes.values()))
 
 
 def structure_of_folder(folder: Path) -> ModelStructure:

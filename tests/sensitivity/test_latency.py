@@ -28,6 +28,7 @@ FOUND = Sensitivity(
     forward_passes=1.0,
     shapes={Q_PROJ: (64, 128), K_PROJ: (32, 128), O_PROJ: (128, 64)},
     weight_error={},
+    float_bytes=2,
     other_bytes=0,
     groups=(
         GroupSensitivity("qk", 0, "qk", (Q_PROJ, K_PROJ), {"w8": 0.1, "w4g32": 0.4}),

@@ -22,6 +22,7 @@ FOUND = Sensitivity(
     forward_passes=0.0,
     shapes={"model.layers.0.o": (64, 64)},
     weight_error={"model.layers.0.o": {"w8": 0.01}},
+    float_bytes=2,
     other_bytes=100,
     groups=(GroupSensitivity("model.layers.0.o", 0, "o", ("model.layers.0.o",), {"w8": 0.01, "w4g64": 0.1}),),
 )

@@ -18,6 +18,7 @@ FOUND = Sensitivity(
     forward_passes=4.0,
     shapes={"model.layers.0.o": (64, 64), "model.layers.0.down": (64, 128)},
     weight_error={"model.layers.0.o": {}, "model.layers.0.down": {}},
+    float_bytes=2,
     other_bytes=100,
     groups=(
         GroupSensitivity("model.layers.0.o", 0, "o", ("model.layers.0.o",), {"w8": 0.25, "w4g64": 0.5}),

@@ -55,7 +55,8 @@ def main() -> None:
     run("analyze", MODEL, "--out", sensitivity)
     _, planned = run("plan", sensitivity, "--avg-bits", args.avg_bits, "--out", plan)
     run("quantize", MODEL, "--plan", plan, "--out", artifact)
-    status, comparison = run("compare", MODEL, artifact, "--windows", "16", "--out", report, ok=(0, 1, 2))
+    size = ("--windows", "16", "--generations", "8")
+    status, comparison = run("compare", MODEL, artifact, *size, "--out", report, ok=(0, 1, 2))
     bench = ("--concurrency", "1,8", "--num-requests", "10")
     before, after = (run("bench", folder, *bench)[1]["results"] for folder in (MODEL, artifact))
 

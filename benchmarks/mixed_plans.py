@@ -25,19 +25,18 @@ from torch import Tensor
 
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.blockwise import quantize_block
-from qtool.quant.calibration import Block, BlockWalker, calibration_set
+from qtool.quant.calibration import BlockWalker, calibration_set
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
-from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.hub import resolve_model
 from qtool.quant.job import DEFAULT_ITERS, Job, prepare
 from qtool.quant.numerics import GridSearch
 from qtool.quant.scheme import QuantPlan
-from qtool.quant.structure import linear_shapes
 from qtool.sensitivity.allocate import Allocation, Limits, allocate, describe, greedy, uniform_allocations
 from qtool.sensitivity.probe import analyze
 from qtool.sensitivity.record import Sensitivity
+from qtool.sensitivity.verify import run_all
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,6 @@ def calibrated_states(
         quantize_block(block, walker.structure, schemes, job.settings, targets)
         run_all(block, states)
     return states
-
-
-@torch.no_grad()
-def run_all(block: Block, states: HiddenStates) -> None:
-    for i, batch in enumerate(states):
-        states[i] = block.run(batch)
 
 
 @torch.no_grad()
@@ -193,7 +186,6 @@ def main() -> None:
     tokens = windows(folder, args.text, args.windows, args.window)
     results: list[dict[str, Any]] = []
     with Checkpoint(folder) as checkpoint:
-        shapes = linear_shapes(checkpoint)
         walker, base = final_states(checkpoint, tokens, device, None, "minmax")
         print(f"16-bit perplexity {compare(walker, tokens, base, base).perplexity:.3f}\n")
         print("| plan | rounding | average bits | predicted | mean KL | ppl | top-1 % |\n|---|---|---|---|---|---|---|")
@@ -207,7 +199,7 @@ def main() -> None:
                     job = prepare(checkpoint, plan=plan.plan, method=args.method, iters=args.iters)
                     states = calibrated_states(checkpoint, tokens, device, plan.plan, job, quantizer_text.tokens)
                 got = compare(walker, tokens, base, states)
-                bits = plan.plan.average_bits(shapes)
+                bits = plan.average_bits
                 print(
                     f"| {name} | {grid} | {bits:.3f} | {plan.damage:.4g} | {got.kl:.4f} | {got.perplexity:.2f} "
                     f"| {100 * got.top1:.1f} |",

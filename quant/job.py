@@ -57,6 +57,11 @@ def _summarize(notes: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{count} layers (first {first[note]}): {note}" for note, count in counts.items())
 
 
+def scale_dtype(stored: torch.dtype) -> torch.dtype:
+    """The 16-bit dtype of scales for weights of this dtype."""
+    return torch.bfloat16 if stored == torch.bfloat16 else torch.float16
+
+
 def prepare(
     checkpoint: Checkpoint,
     *,
@@ -128,7 +133,7 @@ def prepare(
     settings = Settings(
         method=method,
         grid=grid or ("mse" if stages.calibrated else "minmax"),
-        scale_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float16,
+        scale_dtype=scale_dtype(dtype),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
         alpha=alpha,
         search=SearchSettings(iters=iters, seed=seed),

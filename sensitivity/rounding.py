@@ -16,6 +16,7 @@ from qtool.quant.algorithms.hessian import Hessian, InverseFactor, invert
 from qtool.quant.blockwise import Settings, capture_inputs, quantize_block, round_weight
 from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.errors import QtoolError
+from qtool.quant.job import scale_dtype
 from qtool.quant.numerics import check_finite
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.structure import ModelStructure
@@ -63,14 +64,10 @@ def rounding_for(name: str, walker: BlockWalker) -> Rounding:
         raise QtoolError(
             "--rounding gptq calibrates on one half of the sequences and measures on the other: give two or more"
         )
-    config = walker.checkpoint.config
-    stored = walker.checkpoint.tensor(f"{walker.structure.embed}.weight").dtype
-    settings = Settings(
-        method="gptq",
-        grid="mse",
-        scale_dtype=torch.bfloat16 if stored == torch.bfloat16 else torch.float16,
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
+    stored = walker.checkpoint.tensor(
+        f"{walker.structure.block_name(0)}.{walker.structure.groups[0].members[0]}.weight"
     )
+    settings = Settings(method="gptq", grid="mse", scale_dtype=scale_dtype(stored.dtype))
     return Rounding(settings, len(walker.states) // 2)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from qtool.quant.calibration import Block, BlockWalker
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
+from qtool.quant.hidden_states import HiddenStates
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import FLOAT, QuantPlan
 from qtool.sensitivity.allocate import Allocation, Keep, Latency, Limits, allocate, greedy
@@ -112,7 +113,7 @@ def joint_kl(
 
 
 @torch.no_grad()
-def run_all(block: Block, batches: list[Tensor]) -> None:
+def run_all(block: Block, batches: list[Tensor] | HiddenStates) -> None:
     """Replace every batch by the block's output for it."""
     for i, states in enumerate(batches):
         batches[i] = block.run(states)

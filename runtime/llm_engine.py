@@ -29,7 +29,7 @@ from qtool.runtime.engine.speculation import speculation_config
 from qtool.runtime.engine.swap import MODES, PreemptionMode, SwapSpace
 from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate
 from qtool.runtime.entry import Entry
-from qtool.runtime.executor.device_memory import CudaMemory, DeviceMemory, HostMemory
+from qtool.runtime.executor.device_memory import AnyMemory, CudaMemory, HostMemory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.loader import check_kv_cache_dtype, load_model
@@ -107,7 +107,7 @@ class LLMEngine:
         num_speculative_tokens: int | None = None,
         seed: int = 0,
         progress: ProgressFn = silent,
-        memory: DeviceMemory | None = None,
+        memory: AnyMemory | None = None,
     ) -> None:
         length = None if max_model_len == "auto" else max_model_len
         where = resolve_device(device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.executor.device_memory import (
-    DeviceMemory,
+    AnyMemory,
     HostMemory,
     estimated_activations,
     graph_bytes,
@@ -61,7 +61,7 @@ class MemoryPlan:
     prefill_s: float | None
 
 
-def memory_limit(memory: DeviceMemory, utilization: float | None) -> int:
+def memory_limit(memory: AnyMemory, utilization: float | None) -> int:
     """Bytes that the engine may hold, to be asked before the model is loaded. Raises QtoolError where not free."""
     if isinstance(memory, HostMemory):
         if utilization is not None:
@@ -72,7 +72,7 @@ def memory_limit(memory: DeviceMemory, utilization: float | None) -> int:
 
 def plan_memory(
     decoder: Decoder,
-    memory: DeviceMemory,
+    memory: AnyMemory,
     wishes: Wishes,
     *,
     limit: int,
@@ -92,7 +92,7 @@ def plan_memory(
     each = sum(kv_block_bytes(model, wishes.block_size) for model in models)
     on_cpu = isinstance(memory, HostMemory)
     prefill_s = None
-    if on_cpu:
+    if isinstance(memory, HostMemory):
         graphs = 0
         activations = estimated_activations(decoder, wishes.max_num_seqs, wishes.max_num_batched_tokens)
         left = _cpu_cache(memory.free(), each, wishes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import psutil
 import torch
@@ -17,7 +17,7 @@ from qtool.runtime.models.decoder import Decoder
 
 
 class DeviceMemory(Protocol):
-    """Bytes of one device. `name` is for people."""
+    """Bytes of one device, and the peak of what runs on it. `name` is for people."""
 
     name: str
 
@@ -34,6 +34,9 @@ class DeviceMemory(Protocol):
     def peak(self, run: Callable[[], object]) -> int:
         """Most bytes that `run` holds at a time, beyond those held before."""
         ...
+
+
+AnyMemory: TypeAlias = "DeviceMemory | HostMemory"
 
 
 class CudaMemory:
@@ -65,7 +68,8 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The machine's memory, for a model that runs on the CPU."""
+    """The machine's memory, for a model that runs on the CPU. A step's peak is not known without a high-water mark of
+    its own: `estimated_activations` stands in for it."""
 
     name = "the CPU"
 
@@ -77,10 +81,6 @@ class HostMemory:
 
     def used(self) -> int:
         return int(psutil.Process().memory_info().rss)
-
-    def peak(self, run: Callable[[], object]) -> int:
-        """Not known without a high-water mark of one's own: `estimated_activations` stands in for it."""
-        raise NotImplementedError
 
 
 def estimated_activations(model: Decoder, max_num_seqs: int, max_num_batched_tokens: int) -> int:

@@ -17,7 +17,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from qtool.evalsets.sharing import sharing_waves
 from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
@@ -52,7 +51,9 @@ class Served(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
-    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Sequence[Scored]: ...
+    def loglikelihood(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+    ) -> Sequence[Scored]: ...
     def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -167,14 +168,11 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
     def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Summed log-likelihood and greediness per pair; contexts too long for the model lose their beginning."""
         fitted = [(context[max(0, len(context) + len(cont) - self.max_length) :], cont) for context, cont in pairs]
-        results: list[tuple[float, bool]] = [(math.nan, False)] * len(fitted)
-        done = 0
-        for wave in sharing_waves([context + cont for context, cont in fitted], [len(c) for c, _ in fitted]):
-            for i, scored in zip(wave, self.served.loglikelihood([fitted[i] for i in wave]), strict=True):
-                results[i] = (math.fsum(scored.logprobs), scored.greedy)
-            done += len(wave)
-            self.progress("likelihoods", done, len(fitted))
-        return results
+
+        def relay(_: str, done: int, total: int) -> None:
+            self.progress("likelihoods", done, total)
+
+        return [(math.fsum(s.logprobs), s.greedy) for s in self.served.loglikelihood(fitted, progress=relay)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole strings in windows of the full context, every token predicted once."""

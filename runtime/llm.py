@@ -17,6 +17,7 @@ from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
 from qtool.runtime.engine.params import RequestOutput, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request
 from qtool.runtime.llm_engine import LLMEngine
+from qtool.runtime.scoring import Piece, scoring_waves
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,40 @@ class LLM:
         for i, (context, continuation) in enumerate(pairs):
             if not context or not continuation:
                 raise QtoolError(f"pair {i}: context and continuation need at least one token each")
-        ids = [f"score-{next(self._ids)}" for _ in pairs]
+            try:
+                self.engine.check_scoring([*context, *continuation])
+            except QtoolError as error:
+                raise QtoolError(f"pair {i}: {error}") from None
+        found: list[list[TokenLogprobs]] = [[] for _ in pairs]
+        done = 0
+        for wave in scoring_waves(pairs):
+            for piece, scores in zip(wave, self._scores(wave, pairs)):
+                own, rivals = [scores[0], *scores[1 + len(piece.rivals) :]], scores[1 : 1 + len(piece.rivals)]
+                for i, more in ((piece.pair, own), *((i, [score]) for i, score in zip(piece.rivals, rivals))):
+                    found[i] += more
+                    done += len(found[i]) == len(pairs[i][1])
+            progress("scoring", done, len(pairs))
+        return [Loglikelihood(tuple(s.logprob for s in own), all(s.rank == 1 for s in own)) for own in found]
+
+    def _scores(
+        self, wave: Sequence[Piece], pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[TokenLogprobs]]:
+        """Of every piece, in order: its first token, its rivals' first tokens, its other tokens."""
+        ids = [f"score-{next(self._ids)}" for _ in wave]
         with self._no_leftovers(ids):
             requests = [
-                self.engine.add_scoring_request(request_id, [*context, *continuation], score_from=len(context))
-                for request_id, (context, continuation) in zip(ids, pairs)
+                self.engine.add_scoring_request(
+                    request_id,
+                    [*piece.context, *piece.tokens],
+                    score_from=len(piece.context),
+                    rivals=[pairs[i][1][0] for i in piece.rivals],
+                )
+                for request_id, piece in zip(ids, wave)
             ]
-            self._run(len(ids), "scoring", progress)
-        return [_loglikelihood(r) for r in requests]
+            self._run(len(ids), "scoring", silent)
+        for request in requests:
+            _check_finished(request)
+        return [request.prompt_scores for request in requests]
 
     def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Logits after every token of every sequence: [len(sequence), vocab_size] float32, one sequence at a time.
@@ -181,9 +208,3 @@ class _AbortOnError:
 def _check_finished(request: Request) -> None:
     if request.finish_reason == "error":
         raise QtoolError(f"scoring failed: {request.stop_reason}")
-
-
-def _loglikelihood(request: Request) -> Loglikelihood:
-    _check_finished(request)
-    scores: list[TokenLogprobs] = request.prompt_scores
-    return Loglikelihood(tuple(s.logprob for s in scores), all(s.rank == 1 for s in scores))

@@ -259,17 +259,21 @@ class LLMEngine:
         *,
         score_from: int = 1,
         kind: Literal["logprobs", "logits"] = "logprobs",
+        rivals: Sequence[int] = (),
     ) -> Request:
         """Queue a text that is scored, not continued: positions `score_from` and up; see Request.
 
         Raises:
-            QtoolError: as add_request; `score_from` outside 1 .. len(token_ids).
+            QtoolError: as add_request; `score_from` outside 1 .. len(token_ids); a rival outside the vocabulary.
         """
         if not 1 <= score_from <= len(token_ids):
             raise QtoolError(f"score_from must be between 1 and the {len(token_ids)} tokens given, got {score_from}")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        if rivals:
+            self._check_tokens(rivals)
         entry, ids = self._add(request_id, token_ids, params, score_from=score_from, score_kind=kind, generate=False)
         self._outputs.add(request_id, ids, params, generate=False)
+        entry.parts[0].rivals = tuple(rivals)
         return entry.parts[0]
 
     def _add(
@@ -327,6 +331,11 @@ class LLMEngine:
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return tuple(dict.fromkeys(ids for ids in found if ids))
+
+    def check_scoring(self, token_ids: Sequence[int]) -> None:
+        """Raises QtoolError where add_scoring_request would refuse this text."""
+        self._check_tokens(token_ids)
+        self._core.scheduler.check_length(len(token_ids), generate=False)
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -47,8 +47,9 @@ class Request:
         score_from: the first prompt position (≥ 1) whose token is to be scored, or None. Position i is scored with
             the logits of position i - 1.
         score_kind: `logprobs` gives one TokenLogprobs per scored position, `logits` one float32 tensor per chunk.
+        rivals: tokens that are scored in the place of the token at `score_from`, too; for `logprobs`.
         generate: False for a request that is only scored: it ends with its prompt.
-        prompt_scores: what the executor returned for the scored positions, in order.
+        prompt_scores: what the executor returned for the scored positions, in order; the rivals' come after the first.
         num_scored: scored positions so far (a recomputation does not score again).
         sample_seed: seed of this request's random stream; with the position it decides the draw.
         rank: the lower, the sooner it is served; set when it is queued (engine/policy.py).
@@ -74,6 +75,7 @@ class Request:
     matcher: TokenMatcher | None = None
     score_from: int | None = None
     score_kind: Literal["logprobs", "logits"] = "logprobs"
+    rivals: tuple[int, ...] = ()
     generate: bool = True
     sample_seed: int = 0
     rank: tuple[float, int] = (0.0, 0)

@@ -87,14 +87,18 @@ class Scheduler:
         # The longest request: it fits when it runs alone.
         self.room = min(config.max_model_len, kv.pool.num_blocks * kv.block_size)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises QtoolError where it could never run to its end."""
-        if request.num_prompt_tokens + int(request.generate) > self.room:
+    def check_length(self, num_prompt_tokens: int, *, generate: bool) -> None:
+        """Raises QtoolError for a prompt that could never run to its end."""
+        if num_prompt_tokens + int(generate) > self.room:
             raise QtoolError(
-                f"the prompt has {request.num_prompt_tokens} tokens, but the context is {self.room} tokens"
-                + (" with room for one output token: " if request.generate else ": ")
+                f"the prompt has {num_prompt_tokens} tokens, but the context is {self.room} tokens"
+                + (" with room for one output token: " if generate else ": ")
                 + "shorten the prompt or start with a larger max_model_len"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises QtoolError as check_length."""
+        self.check_length(request.num_prompt_tokens, generate=request.generate)
         request.max_num_tokens = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
         request.rank = (POLICIES[self.config.policy](request), next(self._arrivals))
         insort(self.waiting, request, key=_RANK)

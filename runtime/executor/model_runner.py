@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from qtool.runtime.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from qtool.runtime.executor.decode_graphs import DecodeGraphs
+
+T = TypeVar("T")
 
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
 _NOTHING = Verified([], [])
@@ -50,6 +52,15 @@ class _InFlight:
     rows: dict[Request, int]
     tokens: Tensor  # pinned
     arrived: torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A token to score with the logits of a row of the step, and how many of the likeliest tokens beside it."""
+
+    row: int
+    token: int
+    top: int
 
 
 class ModelRunner:
@@ -353,27 +364,40 @@ class ModelRunner:
 
         Rows of requests that want log-probabilities go through the head together: a multiple-choice item has a handful.
         """
-        spans = [_scored_span(work) for work in works]
-        # the logits of the row before a token score it
-        rows = [[f + at - 1 - w.start for at in span] for w, f, span in zip(works, first_rows, spans)]
         scores: list[tuple[TokenLogprobs | Tensor, ...]] = [()] * len(works)
-        together: list[int] = []
-        for i, work in enumerate(works):
+        asked: list[_Asked] = []
+        counts: dict[int, int] = {}
+        for i, (work, first) in enumerate(zip(works, first_rows)):
+            span = _scored_span(work)
+            if not span:
+                continue
+            row = first - 1 - work.start  # the logits of the row before a token score it
             if work.request.score_kind == "logits":
-                scores[i] = tuple(self._logits(hidden, piece) for piece in _pieces(rows[i]))
-            else:
-                together.append(i)
-        tokens = [works[i].request.token_ids[at] for i in together for at in spans[i]]
-        tops = [works[i].request.params.prompt_logprobs or 0 for i in together for _ in spans[i]]
-        flat: list[TokenLogprobs] = []
-        for piece in _pieces([row for i in together for row in rows[i]]):
-            done = slice(len(flat), len(flat) + len(piece))
-            targets = torch.tensor(tokens[done], device=self.device)
-            flat += token_logprobs(self._logits(hidden, piece), targets, tops[done])
-        each = iter(flat)
-        for i in together:
-            scores[i] = tuple(itertools.islice(each, len(spans[i])))
+                pieces = _pieces([row + at for at in span])
+                scores[i] = tuple(self._logits(hidden, piece) for piece in pieces)
+                continue
+            tokens, top = work.request.token_ids, work.request.params.prompt_logprobs or 0
+            before = len(asked)
+            for at in span:
+                asked.append(_Asked(row + at, tokens[at], top))
+                if at == work.request.score_from:
+                    asked += [_Asked(row + at, rival, 0) for rival in work.request.rivals]
+            counts[i] = len(asked) - before
+        each = iter([found for piece in _pieces(asked) for found in self._token_logprobs(hidden, piece)])
+        for i, count in counts.items():
+            scores[i] = tuple(itertools.islice(each, count))
         return scores
+
+    def _token_logprobs(self, hidden: Tensor, asked: Sequence[_Asked]) -> list[TokenLogprobs]:
+        """A token of each row, or several: rows that follow one another and are the same go through the head once."""
+        rows = [row for row, _ in itertools.groupby(asked, key=lambda a: a.row)]
+        places = [i for i, (_, own) in enumerate(itertools.groupby(asked, key=lambda a: a.row)) for _ in own]
+        return token_logprobs(
+            self._logits(hidden, rows),
+            self._index([a.token for a in asked]),
+            [a.top for a in asked],
+            None if len(rows) == len(asked) else self._index(places),
+        )
 
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         return self.model.logits(hidden[self._index(rows)], self.ops).float()
@@ -410,5 +434,5 @@ def _is_finite(score: TokenLogprobs | Tensor) -> bool:
     return math.isfinite(score.logprob) if isinstance(score, TokenLogprobs) else bool(score.isfinite().all())
 
 
-def _pieces(rows: Sequence[int]) -> list[Sequence[int]]:
+def _pieces(rows: Sequence[T]) -> list[Sequence[T]]:
     return [rows[at : at + SCORE_ROWS] for at in range(0, len(rows), SCORE_ROWS)]

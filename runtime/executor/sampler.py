@@ -97,17 +97,25 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return probs
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-softmax of `logits` [rows, vocab_size] at `tokens` [rows], and of the `tops[i]` likeliest tokens of row i."""
-    norm = logits.logsumexp(dim=-1, keepdim=True)
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, tops: Sequence[int], rows: Tensor | None = None
+) -> list[TokenLogprobs]:
+    """Log-softmax of `logits` [rows, vocab_size] at `tokens` [count], and of the `tops[i]` likeliest beside the i-th.
+
+    Args:
+        rows: the row of each token, [count] int64; None: one token a row.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    if rows is not None:
+        logits, logprobs = logits[rows], logprobs[rows]
     own = logits.gather(1, tokens[:, None])
     # counted in float32, exactly up to 2**24 tokens: on a CPU a sum of booleans takes eight times as long
     likelier = torch.gt(logits, own, out=torch.empty_like(logits)).sum(dim=1)
     ranks = (likelier.long() + 1).tolist()
-    values = (own - norm).squeeze(1).tolist()
+    values = logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
     most = min(max(tops, default=0), logits.shape[1])
-    likeliest, ids = logits.topk(most, dim=-1)
-    scores, names = (likeliest - norm).tolist(), ids.tolist()
+    ids = logits.topk(most, dim=-1).indices
+    scores, names = logprobs.gather(1, ids).tolist(), ids.tolist()
     return [
         TokenLogprobs(token, value, rank, dict(zip(name[:top], score[:top])))
         for token, value, rank, name, score, top in zip(tokens.tolist(), values, ranks, names, scores, tops)

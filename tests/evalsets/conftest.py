@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 VOCAB = 300
@@ -90,7 +91,9 @@ class FakeServed:
             with torch.no_grad():
                 yield self.model(torch.tensor([list(sequence)])).logits[0].float()
 
-    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[FakeScored]:
+    def loglikelihood(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+    ) -> list[FakeScored]:
         results = []
         for context, continuation in pairs:
             assert len(context) >= 1

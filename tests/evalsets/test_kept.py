@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_after_its_last_finished_part(
     tiny: Path, tiny_noisy: Path, task: Path, tmp_path: Path, fake_served: Any
 ) -> None:
     class Killed(fake_served):  # type: ignore[misc]
-        def loglikelihood(self, pairs: Any) -> Any:
+        def loglikelihood(self, pairs: Any, **_: Any) -> Any:
             raise KeyboardInterrupt
 
     options: dict[str, Any] = {

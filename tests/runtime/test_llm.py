@@ -74,6 +74,29 @@ def test_scores_agree_with_transformers(tiny_model: Any, llm: LLM) -> None:
     assert hit.greedy
     assert not miss.greedy
     assert llm.engine.stats().prefix_cache_hits > 0, "contexts that repeat come from the cache"
+    # more choices of one context than rows that are scored at a time, some of them twice
+    many = [(context, [i % 290, 7][: 1 + i % 2]) for i in range(400)]
+    with torch.no_grad():
+        first = model(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        second = model(torch.tensor([[*context, i] for i in range(290)])).logits[:, -1].log_softmax(-1)[:, 7]
+    for got, (_, tokens) in zip(llm.loglikelihood(many), many, strict=True):
+        want = [float(first[tokens[0]]), float(second[tokens[0]])][: len(tokens)]
+        assert got.logprobs == pytest.approx(want, abs=1e-4)
+        assert got.greedy == (len(tokens) == 1 and tokens[0] == best)
+
+
+def test_pairs_that_cannot_be_scored_are_refused_before_any_is(llm: LLM) -> None:
+    before = llm.engine.stats().prompt_tokens
+    for bad, why in (
+        ([10**6], "vocabulary"),
+        ([5, -1], "vocabulary"),
+        ([1] * 4000, "context is"),
+        ([], "at least one"),
+    ):
+        with pytest.raises(QtoolError, match=f"pair 1: .*{why}"):
+            llm.loglikelihood([([1, 2], [3]), ([1, 2], bad)])
+    assert llm.engine.stats().prompt_tokens == before
+    assert not llm.engine.has_unfinished()
 
 
 def test_prompt_logprobs_and_logprobs_line_up(llm: LLM) -> None:

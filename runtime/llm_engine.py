@@ -30,6 +30,7 @@ from qtool.runtime.engine.swap import MODES, PreemptionMode, SwapSpace
 from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate
 from qtool.runtime.entry import Entry
 from qtool.runtime.executor.device_memory import AnyMemory, CudaMemory, HostMemory
+from qtool.runtime.executor.host_allocator import keep_freed_memory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.loader import check_kv_cache_dtype, load_model
@@ -130,6 +131,8 @@ class LLMEngine:
         if deterministic and where.type != "cpu":
             raise QtoolError("deterministic: kernels on a GPU sum by the batch; take --device cpu, or leave it out")
         folder = resolve_model(model, progress=progress)
+        if where.type == "cpu":
+            keep_freed_memory()
         self.model_name = str(model)
         self.config: dict[str, Any] = read_config(folder)
         trained = decoder_config(self.config).max_position_embeddings

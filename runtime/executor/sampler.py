@@ -106,16 +106,17 @@ def token_logprobs(
         rows: the row of each token, [count] int64; None: one token a row.
     """
     logprobs = logits.log_softmax(dim=-1)
-    if rows is not None:
-        logits, logprobs = logits[rows], logprobs[rows]
-    own = logits.gather(1, tokens[:, None])
+    if rows is None:
+        rows, seen = torch.arange(len(tokens), device=logits.device), logits
+    else:
+        seen = logits[rows]
+    own = logits[rows, tokens]
     # counted in float32, exactly up to 2**24 tokens: on a CPU a sum of booleans takes eight times as long
-    likelier = torch.gt(logits, own, out=torch.empty_like(logits)).sum(dim=1)
+    likelier = torch.gt(seen, own[:, None], out=torch.empty_like(seen)).sum(dim=1)
     ranks = (likelier.long() + 1).tolist()
-    values = logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
-    most = min(max(tops, default=0), logits.shape[1])
-    ids = logits.topk(most, dim=-1).indices
-    scores, names = logprobs.gather(1, ids).tolist(), ids.tolist()
+    values = logprobs[rows, tokens].tolist()
+    ids = seen.topk(min(max(tops, default=0), logits.shape[1]), dim=-1).indices
+    scores, names = logprobs[rows[:, None], ids].tolist(), ids.tolist()
     return [
         TokenLogprobs(token, value, rank, dict(zip(name[:top], score[:top])))
         for token, value, rank, name, score, top in zip(tokens.tolist(), values, ranks, names, scores, tops)

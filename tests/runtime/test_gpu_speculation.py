@@ -39,7 +39,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     "params",
     [
         SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),
-        SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True),
+        # four tokens make 16 pairs, so that 40 of them repeat one, and prompt lookup has something to copy
+        SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True, allowed_token_ids=[5, 6, 7, 8]),
     ],
     ids=["greedy", "seed"],
 )

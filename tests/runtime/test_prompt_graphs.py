@@ -144,6 +144,12 @@ def test_too_little_memory_keeps_the_smaller_graphs(
     assert not runner.prompt_graphs.fits(33)
 
 
+def pool_bytes() -> int:
+    """Device memory that pools of CUDA graphs hold, not what torch keeps for others, like workspaces of streams."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
 @pytest.mark.gpu
 def test_graphs_hold_no_memory_for_each_layer() -> None:
     """The results of one piece give room to the next: eight layers take what two take."""
@@ -153,15 +159,11 @@ def test_graphs_hold_no_memory_for_each_layer() -> None:
         settings = TINY | {"num_hidden_layers": layers}
         model = random_decoder(settings, MODES["fp16"], dtype=torch.float16, device=device, max_model_len=64)
         runner = ModelRunner(model, num_blocks=4, block_size=BLOCK)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_reserved()
+        before = pool_bytes()
         graphs = PromptGraphs(model, runner.caches, runner.ops, token_counts(2048))
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        taken.append(torch.cuda.memory_reserved() - before)
+        taken.append(pool_bytes() - before)
         assert graphs.sizes[-1] == 2048
         del graphs, runner, model
-        torch.cuda.empty_cache()
     # kept, the hidden states of six more layers would take 57 MB over all sizes, and queries, keys and values 113
     assert taken[1] <= taken[0] + (20 << 20), taken
 

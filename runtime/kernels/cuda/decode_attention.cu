@@ -56,6 +56,15 @@ DEVICE void load_values(const u8* p, uint4& r) { r = load16(p); }
 DEVICE void load_values(const u8* p, uint2& r) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p) : "memory");
 }
+// A token's scale, as it is loaded: it becomes a number where it is used, since whatever is done with it beside its load
+// would wait for the memory there.
+#if KV == 1
+typedef u16 Scale;
+DEVICE float scale_value(u16 scale) { return bf16_to_float(scale); }
+#else
+typedef float Scale;
+DEVICE float scale_value(float scale) { return scale; }
+#endif
 DEVICE float load_partial(const float* p) {
   float r; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory"); return r;
 }
@@ -103,43 +112,41 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
   const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * (KV ? 8 : 16);
   // Of 16 tokens; those past the end of the sequence repeat the last ones, and are masked.
-  auto slot_of = [&](int unit, int n) {
-    const int tile = min(unit * NT + n, position >> 4);
-    return table[tile * 16 / BS] * BS + tile * 16 % BS;
+  auto tile_of = [&](int unit, int n) { return min(unit * NT + n, position >> 4); };
+  auto load_blocks = [&](int (&to)[NT], int unit) {
+    UNROLL for (int n = 0; n < NT; n++) to[n] = table[tile_of(unit, n) * 16 / BS];
   };
+  auto slot_of = [&](int unit, int block, int n) { return (u64)block * BS + tile_of(unit, n) * 16 % BS; };
 
   uint4 k[NT][2][K_LOADS];
   Values v[NT][4][CHUNKS];                               // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
 #if KV
-  float k_scale[NT][4], v_scale[NT][4];                  // of these tokens
-  auto load_scales = [&](float (&to)[4], int slot, int head) {
-    UNROLL for (int i = 0; i < 4; i++) {
-#if KV == 1
-      to[i] = bf16_to_float(((const u16*)scales)[((u64)slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + head]);
-#else
-      to[i] = ((const float*)scales)[head];
-#endif
-    }
+  Scale k_scale[NT][4], v_scale[NT][4];                  // of these tokens
+  auto load_scales = [&](Scale (&to)[4], u64 slot, int head) {
+    UNROLL for (int i = 0; i < 4; i++)
+      to[i] = ((const Scale*)scales)[KV == 1 ? (slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + head : head];
   };
 #endif
-  auto load_keys = [&](const int (&slot)[NT]) {
+  auto load_keys = [&](int unit, const int (&blocks)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
-      const u8* at = keys_of + (u64)slot[n] * token_bytes;
+      const u64 slot = slot_of(unit, blocks[n], n);
+      const u8* at = keys_of + slot * token_bytes;
       UNROLL for (int m = 0; m < 2; m++)
         UNROLL for (int i = 0; i < K_LOADS; i++) k[n][m][i] = load16(at + m * 8 * token_bytes + i * 64);
 #if KV
-      load_scales(k_scale[n], slot[n], kv_head);
+      load_scales(k_scale[n], slot, kv_head);
 #endif
     }
   };
-  auto load_v = [&](const int (&slot)[NT]) {
+  auto load_v = [&](int unit, const int (&blocks)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
-      const u8* at = values_of + (u64)slot[n] * token_bytes;
+      const u64 slot = slot_of(unit, blocks[n], n);
+      const u8* at = values_of + slot * token_bytes;
       UNROLL for (int i = 0; i < 4; i++)
         UNROLL for (int c = 0; c < CHUNKS; c++)
           load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (KV ? 64 : 128), v[n][i][c]);
 #if KV
-      load_scales(v_scale[n], slot[n], kv_heads + kv_head);
+      load_scales(v_scale[n], slot, kv_heads + kv_head);
 #endif
     }
   };
@@ -149,15 +156,13 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   // nothing of the step before it is still running.)
   Rotation rotation;
   load_rotation(cos, sin, position, lane, rotation);
-  int unit = begin + warp, slot[NT], next_slot[NT];
-  UNROLL for (int n = 0; n < NT; n++) {
-    slot[n] = unit < end ? slot_of(unit, n) : 0;
-    next_slot[n] = unit + WARPS < end ? slot_of(unit + WARPS, n) : 0;
-  }
+  int unit = begin + warp, blocks[NT], next_blocks[NT];  // of the unit to load, and the one after it
+  if (unit < end) load_blocks(blocks, unit);
+  if (unit + WARPS < end) load_blocks(next_blocks, unit + WARPS);
   const bool early = unit < end && unit * UNIT + UNIT <= position, late = unit < end && !early;
   if (early) {
-    load_keys(slot);
-    load_v(slot);
+    load_keys(unit, blocks);
+    load_v(unit, blocks);
   }
   pdl_wait();
 
@@ -189,8 +194,8 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   __syncthreads();
 
   if (late) {                                            // the unit of the new token
-    load_keys(slot);
-    load_v(slot);
+    load_keys(unit, blocks);
+    load_v(unit, blocks);
   }
 
   // o[r][c][w]: dims 64 c + 8 g + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and 8 r + 2 t + 1.
@@ -204,8 +209,9 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   }
 
   for (; unit < end; unit += WARPS) {
-    UNROLL for (int n = 0; n < NT; n++) slot[n] = next_slot[n];
-    if (unit + 2 * WARPS < end) UNROLL for (int n = 0; n < NT; n++) next_slot[n] = slot_of(unit + 2 * WARPS, n);
+    const int next = unit + WARPS;
+    UNROLL for (int n = 0; n < NT; n++) blocks[n] = next_blocks[n];
+    if (next + WARPS < end) load_blocks(next_blocks, next + WARPS);
 
     float s[NT][2][4];                                   // heads g (elements 0, 1) and g + 8; tokens 8 m + 2 t, and the next
     UNROLL for (int n = 0; n < NT; n++)
@@ -241,9 +247,9 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
 #if KV
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int m = 0; m < 2; m++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] *= k_scale[n][2 * m + (e & 1)];
+        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] *= scale_value(k_scale[n][2 * m + (e & 1)]);
 #endif
-    if (unit + WARPS < end) load_keys(slot);
+    if (next < end) load_keys(next, blocks);
 
     if (unit * UNIT + UNIT - 1 > position || unit * UNIT < first)
       UNROLL for (int n = 0; n < NT; n++)
@@ -254,7 +260,7 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
             if (e < 2 && token > position) {             // 0 times what lies there must be 0, even if that is NaN
               UNROLL for (int c = 0; c < CHUNKS; c++) v[n][2 * m + e][c] = Values{};
 #if KV
-              v_scale[n][2 * m + e] = 0.f;
+              v_scale[n][2 * m + e] = 0;
 #endif
             }
           }
@@ -287,7 +293,7 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
           e[i] = exp2(s[n][i >> 1][2 * r + (i & 1)] - base);
           sum[r] += e[i];
 #if KV
-          e[i] *= v_scale[n][i] * V_SHIFT;
+          e[i] *= scale_value(v_scale[n][i]) * V_SHIFT;
 #endif
         }
         p[n][r][0] = operand(e[0], e[1]);
@@ -316,7 +322,7 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
         }
 #endif
       }
-    if (unit + WARPS < end) load_v(slot);
+    if (next < end) load_v(next, blocks);
   }
 
   // Each warp has seen units of its own: bring their sums to one scale.

@@ -44,6 +44,15 @@ def rounded(x: Tensor) -> Tensor:
     return (x.double() / scale).round() * scale
 
 
+def doubtful(x: Tensor) -> Tensor:
+    """float64 [M, K]: a step of int8 where an activation lies half-way between two, so that float32 may round it either
+    way (half of the row's largest is 63.5 steps), else 0."""
+    scale = x.double().abs().amax(dim=1, keepdim=True) / 127
+    steps = x.double() / scale
+    from_half = (steps - steps.floor() - 0.5).abs()
+    return scale * (from_half < 127 * 2.0**-22)  # the step count is off by 2 ** -23 of itself at most
+
+
 def in_8_bits(weight: QuantizedWeight) -> Tensor:
     """float64 [N, K] as progressive products see it: multiples of 1/127 of the largest weight that a row could have."""
     columns = weight.shape[1] // weight.scale.shape[1]
@@ -70,20 +79,30 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
         assert gemm.supports(packed, spec)
         y = apply_choice(x, packed, spec, config)
     exact = rounded(x) if scheme.act_bits else x.double()
-    if (config or choose(spec, tokens, device)) in gemm.configs(spec, exact=True):
-        dense = weight.dequantize(torch.float64).T
-    else:
-        dense = in_8_bits(weight).T
+    progressive = (config or choose(spec, tokens, device)) not in gemm.configs(spec, exact=True)
+    dense = in_8_bits(weight).T if progressive else weight.dequantize(torch.float64).T
     size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
-    error = y.double() - exact @ dense
-    tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if scheme.act_bits else 0.0)
+    error = (y.double() - exact @ dense).abs()
+    if scheme.act_bits:
+        error = (error - doubtful(x) @ dense.abs()).clamp_min(0)
+    # The result is rounded to 11 or 8 bits. A group's ratio half-way between two float16 takes 6 % of the group's weights
+    # to the next of 127 steps: in one row of the least weight (two groups of 64, 37 rows) that makes 5e-4.
+    tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if progressive else 0.0)
     what = (scheme.name, rows, cols, tokens, dtype, config, SEED)
     assert float(error.norm() / size.norm()) < tolerance, what
-    assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
+    assert float((error / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
 
 
 def every_config(spec: LinearSpec) -> list[GemmConfig]:
     return list(dict.fromkeys([*gemm.configs(spec, exact=True), *gemm.configs(spec, exact=False)]))
+
+
+def test_half_of_the_largest_activation_may_round_either_way() -> None:
+    """One such element of 128 moves the product by a step: 0.2 % of it, more than all other roundings together."""
+    x = torch.tensor([[1.0, 0.5, -0.5, 0.25, 1 / 127, 0.0], [127.0, 63.5, 0.5, 3.0, 100.25, -7.5]])
+    step = torch.tensor([[1 / 127], [1.0]], dtype=torch.float64)
+    halves = [[0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1]]
+    assert torch.allclose(doubtful(x), step * torch.tensor(halves))
 
 
 @pytest.mark.gpu

@@ -22,8 +22,9 @@ class KVCache:
 
     Attributes:
         values: [num_blocks, block_size, 2 * num_kv_heads, head_dim], in the activations' dtype or int8.
-        scales: of int8 values, [num_blocks, block_size, 2 * num_kv_heads] bfloat16, written with the values; or static,
-            float32, one row seen from every slot (strides of 0). None: the values are no codes.
+        scales: of int8 values, [num_blocks, 2 * num_kv_heads, block_size] bfloat16, written with the values (a kernel
+            reads those of one head at once); or static, float32, the same for every slot (strides of 0). None: the
+            values are no codes.
     """
 
     values: Tensor
@@ -32,7 +33,7 @@ class KVCache:
     @property
     def static(self) -> bool:
         """The scales are fixed: writing a token leaves them as they are."""
-        return self.scales is not None and self.scales.stride(1) == 0
+        return self.scales is not None and self.scales.stride(2) == 0
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +48,10 @@ class KVCache:
             _flat(self.values).index_copy_(0, slots, kv)
             return kv
         if self.static:
-            scales = self.scales[0, :1]  # [1, 2 * num_kv_heads]
+            scales = self.scales[:1, :, 0]  # [1, 2 * num_kv_heads]
         else:
             scales = token_scales(kv)
-            _flat(self.scales).index_copy_(0, slots, scales)
+            self._put_scales(slots, scales)
         codes = to_codes(kv, scales)
         _flat(self.values).index_copy_(0, slots, codes)
         return from_codes(codes, scales, kv.dtype)
@@ -62,8 +63,8 @@ class KVCache:
         """
         kv = self.values.index_select(0, block_ids)
         if self.scales is not None:
-            scales = self.scales[:1, :1] if self.static else self.scales.index_select(0, block_ids)
-            kv = from_codes(kv, scales, dtype)
+            scales = self.scales[:1, :, :1] if self.static else self.scales.index_select(0, block_ids)
+            kv = from_codes(kv, scales.transpose(1, 2), dtype)
         kv = kv.view(rows, -1, *kv.shape[2:])[:, :length].transpose(1, 2)
         heads = kv.shape[1] // 2
         return kv[:, :heads], kv[:, heads:]
@@ -72,7 +73,12 @@ class KVCache:
         """Zero `slots`: NaN that was written there would spoil whoever gets the block next, masked or not."""
         _flat(self.values)[slots] = 0
         if self.scales is not None and not self.static:
-            _flat(self.scales)[slots] = 0
+            self._put_scales(slots, self.scales.new_zeros(len(slots), self.scales.shape[1]))
+
+    def _put_scales(self, slots: Tensor, scales: Tensor) -> None:
+        assert self.scales is not None
+        size = self.values.shape[1]
+        self.scales.transpose(1, 2)[slots // size, slots % size] = scales
 
 
 def _flat(paged: Tensor) -> Tensor:
@@ -102,11 +108,12 @@ def make_kv_cache(
     if mode == "float":
         return KVCache(_zeros((*slots, head_dim), dtype, device))
     codes = _zeros((*slots, head_dim), torch.int8, device)
+    by_head = (num_blocks, heads, block_size)
     if mode == "int8":
-        return KVCache(codes, _zeros(slots, SCALE_DTYPE, device))
+        return KVCache(codes, _zeros(by_head, SCALE_DTYPE, device))
     assert static_scales is not None
     # rounded as the others are, so that a token is read back with the very scale that its codes were made with
-    return KVCache(codes, static_scales.to(device, SCALE_DTYPE).float().expand(slots))
+    return KVCache(codes, static_scales.to(device, SCALE_DTYPE).float()[:, None].expand(by_head))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

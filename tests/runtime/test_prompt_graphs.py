@@ -42,7 +42,7 @@ def fill(cache: KVCache, value: float) -> None:
 
 
 def unowned(cache: KVCache, owned: Tensor) -> list[Tensor]:
-    parts = [cache.values] if cache.scales is None else [cache.values, cache.scales]
+    parts = [cache.values] if cache.scales is None else [cache.values, cache.scales.transpose(1, 2)]
     return [part.flatten(0, 1)[~owned] for part in parts]
 
 

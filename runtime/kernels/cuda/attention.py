@@ -157,6 +157,7 @@ def _macros(setting: _Setting) -> dict[str, int]:
         "D": setting.shape.head_dim,
         "KV": setting.kv,
         "QK_NORM": int(setting.normed),
+        "BS": setting.block_size,
         "WEIGHT_BITS": 8,
     }
 
@@ -173,7 +174,6 @@ def _decode_kernel(setting: _Setting) -> tuple[Kernel, int]:
     small = dim <= 128
     macros = _macros(setting) | {
         "G": group,
-        "BS": setting.block_size,
         "NT": 2 if setting.kv and small and group <= 8 else 1,  # int8: as many bytes in flight
         "WARPS": WARPS,
         "MINB": _BLOCKS_PER_SM if small else 1,

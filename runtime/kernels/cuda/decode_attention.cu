@@ -3,10 +3,10 @@
 //
 // A block serves one KV head of one sequence, the G query heads that share it (grouped-query packing), and one share of
 // the context (split-KV, flash-decoding). Each warp walks over units of 16 NT tokens. Keys and values go from memory
-// straight into registers as operands of the tensor cores: scores are 16 query heads (G of them real) times 8 tokens, keys
-// being the B operand; sums are 16 dims times 8 heads, values being the A operand and probabilities, as they come out of
-// the scores, the B operand. Dims are contracted in the order in which 16-byte loads bring them, and stored in the order that
-// results. Of several shares, the block that ends last adds up all, in order, so results do not depend on timing.
+// straight into registers as A operands of the tensor cores: scores are 16 tokens times 8 query heads (G of them real), sums
+// are 16 dims times 8 heads, with probabilities, transposed, as the B operand. Dims are contracted in the order in which
+// 16-byte loads bring them, and stored in the order that results. Of several shares, the block that ends last adds up all,
+// in order, so results do not depend on timing.
 //
 // Macros: those of rotate.cuh; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; NT;
 //   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares (at most MAX_SHARES), sequences.
@@ -17,15 +17,16 @@
 #define UNIT (16 * NT)
 #define ROWS (G > 8 ? 2 : 1)                             // runs of 8 heads
 #define LDQ (D + 32)                                     // of queries in shared memory: no bank conflicts
-#define CHUNKS (D / 64)
 #define K_LOADS (KV ? D / 64 : D / 32)                   // 16-byte loads of a lane for 8 tokens
-#if KV
-#define V_SHIFT 256.f                                    // keeps probability times scale within float16
-typedef uint2 Values;                                    // 8 dims
+#define V_SHIFT (KV ? 256.f : 1.f)                       // keeps probability times scale within float16
+#if KV && D % 128
+typedef uint2 Values;                                    // a lane's load of one token's value
 #else
-#define V_SHIFT 1.f
 typedef uint4 Values;
 #endif
+#define V_BYTES ((int)sizeof(Values))
+#define CHUNKS (KV_BYTES / (8 * V_BYTES))                // loads
+#define V_DIMS (V_BYTES / (KV ? 1 : 2))                  // of a load
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 DEVICE u32 operand(float low, float high) {
@@ -45,6 +46,10 @@ DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 #endif
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// An 8 x 8 matrix of 16-bit numbers, two neighbours of row lane / 4 in each lane, transposed.
+DEVICE u32 transposed(u32 v) {
+  u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r;
+}
 DEVICE float exp2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE uint4 load16(const void* p) {
   uint4 r;
@@ -52,6 +57,7 @@ DEVICE uint4 load16(const void* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
+DEVICE u32 word(const uint2& v, int i) { return i ? v.y : v.x; }
 DEVICE void load_values(const u8* p, uint4& r) { r = load16(p); }
 DEVICE void load_values(const u8* p, uint2& r) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p) : "memory");
@@ -110,43 +116,43 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
 
   const u32 token_bytes = 2 * kv_heads * KV_BYTES;
   const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
-  const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * (KV ? 8 : 16);
+  const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * V_BYTES;
   // Of 16 tokens; those past the end of the sequence repeat the last ones, and are masked.
   auto tile_of = [&](int unit, int n) { return min(unit * NT + n, position >> 4); };
   auto load_blocks = [&](int (&to)[NT], int unit) {
     UNROLL for (int n = 0; n < NT; n++) to[n] = table[tile_of(unit, n) * 16 / BS];
   };
-  auto slot_of = [&](int unit, int block, int n) { return (u64)block * BS + tile_of(unit, n) * 16 % BS; };
+  auto offset_of = [&](int unit, int n) { return tile_of(unit, n) * 16 % BS; };   // in its block
 
   uint4 k[NT][2][K_LOADS];
   Values v[NT][4][CHUNKS];                               // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
 #if KV
-  Scale k_scale[NT][4], v_scale[NT][4];                  // of these tokens
-  auto load_scales = [&](Scale (&to)[4], u64 slot, int head) {
-    UNROLL for (int i = 0; i < 4; i++)
-      to[i] = ((const Scale*)scales)[KV == 1 ? (slot + 2 * t + (i & 1) + (i >> 1) * 8) * 2 * kv_heads + head : head];
+  Scale k_scale[NT][2], v_scale[NT][2];                  // of tokens g, g + 8
+  auto load_scales = [&](Scale (&to)[2], int block, int offset, int head) {
+    UNROLL for (int i = 0; i < 2; i++)
+      to[i] = ((const Scale*)scales)[KV == 1 ? ((u64)block * 2 * kv_heads + head) * BS + offset + g + 8 * i : head];
   };
 #endif
   auto load_keys = [&](int unit, const int (&blocks)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
-      const u64 slot = slot_of(unit, blocks[n], n);
-      const u8* at = keys_of + slot * token_bytes;
+      const int offset = offset_of(unit, n);
+      const u8* at = keys_of + ((u64)blocks[n] * BS + offset) * token_bytes;
       UNROLL for (int m = 0; m < 2; m++)
         UNROLL for (int i = 0; i < K_LOADS; i++) k[n][m][i] = load16(at + m * 8 * token_bytes + i * 64);
 #if KV
-      load_scales(k_scale[n], slot, kv_head);
+      load_scales(k_scale[n], blocks[n], offset, kv_head);
 #endif
     }
   };
   auto load_v = [&](int unit, const int (&blocks)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
-      const u64 slot = slot_of(unit, blocks[n], n);
-      const u8* at = values_of + slot * token_bytes;
+      const int offset = offset_of(unit, n);
+      const u8* at = values_of + ((u64)blocks[n] * BS + offset) * token_bytes;
       UNROLL for (int i = 0; i < 4; i++)
         UNROLL for (int c = 0; c < CHUNKS; c++)
-          load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (KV ? 64 : 128), v[n][i][c]);
+          load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (8 * V_BYTES), v[n][i][c]);
 #if KV
-      load_scales(v_scale[n], slot, kv_heads + kv_head);
+      load_scales(v_scale[n], blocks[n], offset, kv_heads + kv_head);
 #endif
     }
   };
@@ -187,8 +193,7 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
       const u16* x = row + (heads + cached) * D;
       if (values) load_head(x, lane, v);
       else rotate_head(x, k_norm, rotation, eps, lane, v);
-      const u64 slot = (u64)table[position / BS] * BS + position % BS;
-      cache_head(cache, scales, slot * 2 * kv_heads + cached, cached, lane, v);
+      cache_head(cache, scales, table[position / BS], position % BS, cached, 2 * kv_heads, lane, v);
     }
   }
   __syncthreads();
@@ -198,13 +203,16 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     load_v(unit, blocks);
   }
 
-  // o[r][c][w]: dims 64 c + 8 g + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and 8 r + 2 t + 1.
-  float peak[ROWS], sum[ROWS], o[ROWS][CHUNKS][4][4];
+  // o[r][c][w]: dims V_DIMS (8 c + g) + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and
+  // 8 r + 2 t + 1; peak[r] and sum[r]: of these heads.
+  float peak[ROWS][2], sum[ROWS][2], o[ROWS][CHUNKS][V_DIMS / 2][4];
   UNROLL for (int r = 0; r < ROWS; r++) {
-    peak[r] = MINUS_INFINITY;
-    sum[r] = 0.f;
+    UNROLL for (int e = 0; e < 2; e++) {
+      peak[r][e] = MINUS_INFINITY;
+      sum[r][e] = 0.f;
+    }
     UNROLL for (int c = 0; c < CHUNKS; c++)
-      UNROLL for (int w = 0; w < 4; w++)
+      UNROLL for (int w = 0; w < V_DIMS / 2; w++)
         UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] = 0.f;
   }
 
@@ -213,129 +221,119 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     UNROLL for (int n = 0; n < NT; n++) blocks[n] = next_blocks[n];
     if (next + WARPS < end) load_blocks(next_blocks, next + WARPS);
 
-    float s[NT][2][4];                                   // heads g (elements 0, 1) and g + 8; tokens 8 m + 2 t, and the next
+    float s[NT][ROWS][4];                                // tokens g (elements 0, 1) and g + 8; heads 8 r + 2 t, and the next
     UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int m = 0; m < 2; m++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] = 0.f;
-    UNROLL for (int i = 0; i < K_LOADS; i++) {
-#if KV                                                   // dims 64 i + 16 t ...: four steps of four dims a lane
-      uint4 q[ROWS][2];
       UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int j = 0; j < 2; j++) q[r][j] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 64 + t * 16 + j * 8);
-      UNROLL for (int j = 0; j < 4; j++) {
-        const u32 a0 = word(q[0][j >> 1], 2 * (j & 1)), a2 = word(q[0][j >> 1], 2 * (j & 1) + 1);
-        const u32 a1 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1)) : 0;
-        const u32 a3 = ROWS > 1 ? word(q[ROWS - 1][j >> 1], 2 * (j & 1) + 1) : 0;
-        UNROLL for (int n = 0; n < NT; n++)
+        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] = 0.f;
+    UNROLL for (int i = 0; i < K_LOADS; i++) {
+      const int per_load = KV ? 16 : 8;                  // dims of a lane: four of them a step
+      uint4 q[ROWS][KV ? 2 : 1];
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int j = 0; j < per_load / 8; j++)
+          q[r][j] = *(const uint4*)(queries + (g + 8 * r) * LDQ + (i * 4 + t) * per_load + j * 8);
+      UNROLL for (int j = 0; j < per_load / 4; j++)
+        UNROLL for (int n = 0; n < NT; n++) {
+          u32 a[4];
           UNROLL for (int m = 0; m < 2; m++) {
+#if KV
             const u32 flipped = word(k[n][m][i], j) ^ 0x80808080u;
-            multiply(s[n][m], a0, a1, a2, a3, codes_low(flipped), codes_high(flipped));
-          }
-      }
-#else                                                    // dims 32 i + 8 t ...: two steps of four dims a lane
-      uint4 q[ROWS];
-      UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const uint4*)(queries + (g + 8 * r) * LDQ + i * 32 + t * 8);
-      UNROLL for (int j = 0; j < 2; j++) {
-        const u32 a0 = word(q[0], 2 * j), a2 = word(q[0], 2 * j + 1);
-        const u32 a1 = ROWS > 1 ? word(q[ROWS - 1], 2 * j) : 0, a3 = ROWS > 1 ? word(q[ROWS - 1], 2 * j + 1) : 0;
-        UNROLL for (int n = 0; n < NT; n++)
-          UNROLL for (int m = 0; m < 2; m++)
-            multiply(s[n][m], a0, a1, a2, a3, word(k[n][m][i], 2 * j), word(k[n][m][i], 2 * j + 1));
-      }
+            a[m] = codes_low(flipped);
+            a[m + 2] = codes_high(flipped);
+#else
+            a[m] = word(k[n][m][i], 2 * j);
+            a[m + 2] = word(k[n][m][i], 2 * j + 1);
 #endif
+          }
+          UNROLL for (int r = 0; r < ROWS; r++)
+            multiply(s[n][r], a[0], a[1], a[2], a[3], word(q[r][j >> 1], 2 * (j & 1)), word(q[r][j >> 1], 2 * (j & 1) + 1));
+        }
     }
 #if KV
     UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int m = 0; m < 2; m++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][m][e] *= scale_value(k_scale[n][2 * m + (e & 1)]);
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] *= scale_value(k_scale[n][e >> 1]);
 #endif
     if (next < end) load_keys(next, blocks);
 
     if (unit * UNIT + UNIT - 1 > position || unit * UNIT < first)
-      UNROLL for (int n = 0; n < NT; n++)
-        UNROLL for (int m = 0; m < 2; m++)
-          UNROLL for (int e = 0; e < 4; e++) {
-            const int token = unit * UNIT + n * 16 + m * 8 + 2 * t + (e & 1);
-            if (token > position || token < first) s[n][m][e] = MINUS_INFINITY;
-            if (e < 2 && token > position) {             // 0 times what lies there must be 0, even if that is NaN
-              UNROLL for (int c = 0; c < CHUNKS; c++) v[n][2 * m + e][c] = Values{};
+      UNROLL for (int n = 0; n < NT; n++) {
+        const int at = unit * UNIT + n * 16;
+        UNROLL for (int i = 0; i < 2; i++) {
+          const int token = at + g + 8 * i;
+          if (token <= position && token >= first) continue;
+          UNROLL for (int r = 0; r < ROWS; r++) s[n][r][2 * i] = s[n][r][2 * i + 1] = MINUS_INFINITY;
 #if KV
-              v_scale[n][2 * m + e] = 0;
+          if (token > position) v_scale[n][i] = 0;       // 0 times what lies there must be 0, even if that is NaN
 #endif
-            }
-          }
+        }
+        UNROLL for (int i = 0; i < 4; i++)
+          if (at + 2 * t + (i & 1) + (i >> 1) * 8 > position)
+            UNROLL for (int c = 0; c < CHUNKS; c++) v[n][i][c] = Values{};
+      }
     u32 p[NT][ROWS][2];
     UNROLL for (int r = 0; r < ROWS; r++) {
-      float top = MINUS_INFINITY;
+      float top[2] = {peak[r][0], peak[r][1]};
       UNROLL for (int n = 0; n < NT; n++)
-        UNROLL for (int m = 0; m < 2; m++) top = fmaxf(top, fmaxf(s[n][m][2 * r], s[n][m][2 * r + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      top = fmaxf(top, peak[r]);
-      if (__any_sync(0xffffffffu, top > peak[r])) {
-        // 0 at first; where both are minus infinity there is nothing to shrink
-        const float shrink = peak[r] == top ? 1.f : exp2(peak[r] - top);
-        const float even = __shfl_sync(0xffffffffu, shrink, 8 * t), odd = __shfl_sync(0xffffffffu, shrink, 8 * t + 4);
-        sum[r] *= shrink;
+        UNROLL for (int e = 0; e < 4; e++) top[e & 1] = fmaxf(top[e & 1], s[n][r][e]);
+      if (__any_sync(0xffffffffu, top[0] > peak[r][0] || top[1] > peak[r][1])) {
+        float shrink[2];
+        UNROLL for (int e = 0; e < 2; e++) {
+          UNROLL for (int i = 4; i < 32; i <<= 1) top[e] = fmaxf(top[e], __shfl_xor_sync(0xffffffffu, top[e], i));
+          // 0 at first; where both are minus infinity there is nothing to shrink
+          shrink[e] = peak[r][e] == top[e] ? 1.f : exp2(peak[r][e] - top[e]);
+          sum[r][e] *= shrink[e];
+          peak[r][e] = top[e];
+        }
         UNROLL for (int c = 0; c < CHUNKS; c++)
-          UNROLL for (int w = 0; w < 4; w++) {
-            o[r][c][w][0] *= even;
-            o[r][c][w][1] *= odd;
-            o[r][c][w][2] *= even;
-            o[r][c][w][3] *= odd;
-          }
-        peak[r] = top;
+          UNROLL for (int w = 0; w < V_DIMS / 2; w++)
+            UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] *= shrink[e & 1];
       }
-      const float base = top == MINUS_INFINITY ? 0.f : top;
+      const float base[2] = {peak[r][0] == MINUS_INFINITY ? 0.f : peak[r][0], peak[r][1] == MINUS_INFINITY ? 0.f : peak[r][1]};
       UNROLL for (int n = 0; n < NT; n++) {
         float e[4];
         UNROLL for (int i = 0; i < 4; i++) {
-          e[i] = exp2(s[n][i >> 1][2 * r + (i & 1)] - base);
-          sum[r] += e[i];
+          e[i] = exp2(s[n][r][i] - base[i & 1]);
+          sum[r][i & 1] += e[i];
 #if KV
-          e[i] *= scale_value(v_scale[n][i]) * V_SHIFT;
+          e[i] *= scale_value(v_scale[n][i >> 1]) * V_SHIFT;
 #endif
         }
-        p[n][r][0] = operand(e[0], e[1]);
-        p[n][r][1] = operand(e[2], e[3]);
+        p[n][r][0] = transposed(operand(e[0], e[1]));
+        p[n][r][1] = transposed(operand(e[2], e[3]));
       }
     }
     UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int c = 0; c < CHUNKS; c++) {
-#if KV
-        UNROLL for (int half = 0; half < 2; half++) {    // dims 4 half ... of the lane's 8
+      UNROLL for (int c = 0; c < CHUNKS; c++)
+        UNROLL for (int w = 0; w < V_BYTES / 4; w++) {
+#if KV                                                   // four dims of the lane
           u32 codes[4];
-          UNROLL for (int i = 0; i < 4; i++) codes[i] = (half ? v[n][i][c].y : v[n][i][c].x) ^ 0x80808080u;
+          UNROLL for (int i = 0; i < 4; i++) codes[i] = word(v[n][i][c], w) ^ 0x80808080u;
           UNROLL for (int j = 0; j < 2; j++) {           // bytes 2 j of both tokens, then bytes 2 j + 1
             const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
             const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
             const u32 a0 = codes_low(low), a1 = codes_high(low), a2 = codes_low(high), a3 = codes_high(high);
-            UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][2 * half + j], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
+            UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][2 * w + j], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
           }
-        }
 #else
-        UNROLL for (int w = 0; w < 4; w++) {
           const u32 v0 = word(v[n][0][c], w), v1 = word(v[n][1][c], w), v2 = word(v[n][2][c], w), v3 = word(v[n][3][c], w);
           const u32 a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
           const u32 a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
           UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][w], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
-        }
 #endif
-      }
+        }
     if (next < end) load_v(next, blocks);
   }
 
   // Each warp has seen units of its own: bring their sums to one scale.
   UNROLL for (int r = 0; r < ROWS; r++) {
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-    if (t == 0) { peaks[warp][g + 8 * r] = peak[r]; sums[warp][g + 8 * r] = sum[r]; }
     UNROLL for (int e = 0; e < 2; e++) {
       const int head = 8 * r + 2 * t + e;
+      UNROLL for (int i = 4; i < 32; i <<= 1) sum[r][e] += __shfl_xor_sync(0xffffffffu, sum[r][e], i);
+      if (g == 0) { peaks[warp][head] = peak[r][e]; sums[warp][head] = sum[r][e]; }
       if (head < G)
         UNROLL for (int c = 0; c < CHUNKS; c++)
-          UNROLL for (int w = 0; w < 4; w += 2)
-            *(float4*)(results + (warp * G + head) * D + c * 64 + g * 8 + 2 * w) =
+          UNROLL for (int w = 0; w < V_DIMS / 2; w += 2)
+            *(float4*)(results + (warp * G + head) * D + V_DIMS * (8 * c + g) + 2 * w) =
                 make_float4(o[r][c][w][e], o[r][c][w][e + 2], o[r][c][w + 1][e], o[r][c][w + 1][e + 2]);
     }
   }

@@ -30,15 +30,17 @@ gather(const u8* cache, const void* scales, const int* tables, const int* spans,
     scale[p] = 0.f;
 #endif
     if (key >= count) continue;
-    const u64 slot = (u64)table[(first + key) / BS] * BS + (first + key) % BS;
-    const u64 at = slot * 2 * kv_heads + head;
+    const u64 block = table[(first + key) / BS];
+    const int offset = (first + key) % BS;
+    const u64 at = (block * BS + offset) * 2 * kv_heads + head;
 #if !KV
     v[p] = load_activations(cache + at * (D * 2) + unit * 16);
 #else
     const uint2 codes = *(const uint2*)(cache + at * D + unit * 8);
     v[p].x = codes.x;
     v[p].y = codes.y;
-    scale[p] = KV == 2 ? ((const float*)scales)[head] : bf16_to_float(((const u16*)scales)[at]);
+    scale[p] = KV == 2 ? ((const float*)scales)[head]
+                       : bf16_to_float(((const u16*)scales)[(block * 2 * kv_heads + head) * BS + offset]);
 #endif
   }
   uint4* to = out + ((u64)(blockIdx.x * kv_heads + head % kv_heads) * 2 + head / kv_heads) * (KEYS * UNITS);

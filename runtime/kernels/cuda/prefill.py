@@ -18,22 +18,23 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _step(
-    q, accumulator, peak, total, start, key_limit, positions, table, cache, scales, head, scale_stride, factor, window,
-    kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, keys: tl.constexpr,
-    has_scales: tl.constexpr, masked: tl.constexpr,
+    q, accumulator, peak, total, start, key_limit, positions, table, cache, scales, head, block_stride, head_stride,
+    token_stride, factor, window, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
+    keys: tl.constexpr, has_scales: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values: scores, the running softmax, the weighted sum."""
     at = start + tl.arange(0, keys)
     dims = tl.arange(0, padded)
     blocks = tl.load(table + at // block_size, mask=at < key_limit, other=0)
-    slots = blocks.to(tl.int64) * block_size + at % block_size
-    key_rows = slots * (2 * kv_heads) + head
+    blocks = blocks.to(tl.int64)
+    key_rows = (blocks * block_size + at % block_size) * (2 * kv_heads) + head
+    scale_at = scales + blocks * block_stride + head * head_stride + at % block_size * token_stride
     # beyond the context: zeros, since 0 times what lies there must be 0, even if that is NaN
     inside = (dims[None, :] < dim) & (at < key_limit)[:, None]
     k = tl.load(cache + key_rows[:, None] * dim + dims[None, :], mask=inside, other=0)
     s = tl.dot(q, tl.trans(k.to(q.dtype)))
     if has_scales:
-        key_scales = tl.load(scales + slots * scale_stride + head, mask=at < key_limit, other=0)
+        key_scales = tl.load(scale_at, mask=at < key_limit, other=0)
         s *= key_scales.to(tl.float32)[None, :]
     if masked:
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] > positions[:, None] - window)
@@ -46,7 +47,7 @@ def _step(
     v = tl.load(cache + (key_rows + kv_heads)[:, None] * dim + dims[None, :], mask=inside, other=0)
     if has_scales:
         # times 256, which keeps small scales within float16
-        value_scales = tl.load(scales + slots * scale_stride + head + kv_heads, mask=at < key_limit, other=0)
+        value_scales = tl.load(scale_at + kv_heads * head_stride, mask=at < key_limit, other=0)
         p *= value_scales.to(tl.float32)[None, :] * 256.0
     accumulator = tl.dot(p.to(q.dtype), v.to(q.dtype), accumulator * shrink[:, None])
     return accumulator, top, total
@@ -55,9 +56,9 @@ def _step(
 # One compilation for any step: its tables are of any width, and lie anywhere in the memory that holds its layout.
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables", "tiles"])
 def _prefill(
-    qkv, cache, scales, tables, tiles, out, table_width, scale_stride, factor, window, heads, kv_heads,
-    block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
-    has_scales: tl.constexpr,
+    qkv, cache, scales, tables, tiles, out, table_width, block_stride, head_stride, token_stride, factor, window,
+    heads, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, queries: tl.constexpr,
+    keys: tl.constexpr, has_scales: tl.constexpr,
 ):  # fmt: skip
     """A program: one head of one tile of queries. tiles: [num_tiles, 4]: row of `tables`, first row of the step, its
     position, number of queries."""
@@ -87,18 +88,18 @@ def _prefill(
     end_free = tl.maximum(end_free, begin_free)
     for start in range(begin, begin_free, keys):
         accumulator, peak, total = _step(
-            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, scale_stride, factor,
-            window, kv_heads, block_size, dim, padded, keys, has_scales, True,
+            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
+            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, True,
         )  # fmt: skip
     for start in range(begin_free, end_free, keys):
         accumulator, peak, total = _step(
-            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, scale_stride, factor,
-            window, kv_heads, block_size, dim, padded, keys, has_scales, False,
+            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
+            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, False,
         )  # fmt: skip
     for start in range(end_free, limit, keys):
         accumulator, peak, total = _step(
-            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, scale_stride, factor,
-            window, kv_heads, block_size, dim, padded, keys, has_scales, True,
+            q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
+            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, True,
         )  # fmt: skip
     if has_scales:
         accumulator *= 1.0 / 256.0
@@ -152,7 +153,7 @@ def prefill_attention(
         tiles,
         out,
         tables.stride(0),
-        0 if scales is None else scales.stride(1),
+        *((0, 0, 0) if scales is None else (scales.stride(0), scales.stride(1), scales.stride(2))),
         dim**-0.5 * LOG2_E,
         1 << 30 if window is None else window,
         heads,

@@ -9,7 +9,8 @@ rotate(u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16
   pdl_launch_dependents();
   const int token = blockIdx.x, lane = threadIdx.x & 31, all = heads + 2 * kv_heads;
   pdl_wait();
-  const u64 position = positions[token], slot = slots[token];
+  const u64 position = positions[token];
+  const int slot = slots[token];
   u16* row = qkv + (u64)token * all * D;
   Rotation rotation;
   load_rotation(cos, sin, position, lane, rotation);
@@ -26,7 +27,7 @@ rotate(u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16
       if (cached < 0)
         store_head(row + head * D, lane, v[i]);
       else
-        cache_head(cache, scales, slot * 2 * kv_heads + cached, cached, lane, v[i]);
+        cache_head(cache, scales, slot / BS, slot % BS, cached, 2 * kv_heads, lane, v[i]);
     }
   }
 }

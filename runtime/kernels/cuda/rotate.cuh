@@ -1,6 +1,6 @@
 // Rotary positions and the paged KV cache, shared by the attention kernels. Follows common.cuh.
 // Macros: D: head size, a multiple of 64; BF16; QK_NORM; KV: 0: cached in the activations' type, 1: int8 with a bfloat16
-//   scale a token and head, 2: int8 with a float scale a head (kv_cache.py).
+//   scale a token and head, 2: int8 with a float scale a head (kv_cache.py); BS: tokens of a cache block.
 
 #define PAIRS ((D / 4 + 31) / 32)                        // of a lane: dims d, d + 1, d + D / 2, d + D / 2 + 1
 #define KV_BYTES (D * (KV ? 1 : 2))                      // of one head of one token
@@ -79,10 +79,12 @@ DEVICE void store_head(u16* to, int lane, const float (&v)[PAIRS][4]) {
   }
 }
 
-// One head of one token into the cache; `at` counts heads: slot * heads of a token + head. One warp.
-DEVICE void cache_head(u8* cache, void* scales, u64 at, int head, int lane, const float (&v)[PAIRS][4]) {
+// One head (of `heads`, keys and values) of one token into the cache, at `offset` of a block. One warp.
+DEVICE void cache_head(u8* cache, void* scales, int block, int offset, int head, int heads, int lane,
+                       const float (&v)[PAIRS][4]) {
+  u8* to = cache + (((u64)block * BS + offset) * heads + head) * KV_BYTES;
 #if !KV
-  store_head((u16*)(cache + at * KV_BYTES), lane, v);
+  store_head((u16*)to, lane, v);
 #else
   float exact[PAIRS][4], scale, peak = 0.f;              // as it would be cached in 16 bits
 #pragma unroll
@@ -100,7 +102,7 @@ DEVICE void cache_head(u8* cache, void* scales, u64 at, int head, int lane, cons
   u16 stored;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(stored) : "f"(__fdiv_rn(warp_max(peak), 127.f)));
   if (stored < 0x0080) stored = 0x0080;                  // the least normal bfloat16
-  if (lane == 0) ((u16*)scales)[at] = stored;
+  if (lane == 0) ((u16*)scales)[((u64)block * heads + head) * BS + offset] = stored;
   scale = bf16_to_float(stored);
 #endif
   const float inverse = __frcp_rn(scale);
@@ -112,8 +114,8 @@ DEVICE void cache_head(u8* cache, void* scales, u64 at, int head, int lane, cons
 #pragma unroll
       for (int k = 0; k < 4; k++)
         codes[k] = __float_as_uint(fminf(fmaxf(exact[p][k] * inverse, -127.f), 127.f) + 12582912.f);
-      *(u16*)(cache + at * KV_BYTES + d) = (u16)__byte_perm(codes[0], codes[1], 0x40);
-      *(u16*)(cache + at * KV_BYTES + d + D / 2) = (u16)__byte_perm(codes[2], codes[3], 0x40);
+      *(u16*)(to + d) = (u16)__byte_perm(codes[0], codes[1], 0x40);
+      *(u16*)(to + d + D / 2) = (u16)__byte_perm(codes[2], codes[3], 0x40);
     }
   }
 #endif

@@ -56,7 +56,7 @@ def stored(cache: KVCache, table: list[int], length: int) -> Tensor:
     ids = torch.tensor(table, device="cuda")
     values = cache.values[ids].double()
     if cache.scales is not None:
-        values *= cache.scales[ids].double()[..., None]
+        values *= cache.scales[ids].transpose(1, 2).double()[..., None]
     return values.flatten(0, 1)[:length]
 
 

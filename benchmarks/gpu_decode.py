@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_decode.py --shape llama-2-7b --modes fp16,w4:int8,w4a8:int8,w8a8:int8
 
-A mode may name its KV cache after a colon (float or int8). With --profile, the kernels of some steps are listed by
-time. With --json or $OUT, figures are written as they come.
+A mode may end in -h8 (an int8 head) and name its KV cache after a colon (float or int8): w4a8-h8:int8. With --profile,
+the kernels of some steps are listed by time. With --json or $OUT, figures are written as they come.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def profile(bench: DecodeBench) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-2-7b", choices=SHAPES)
-    parser.add_argument("--modes", default="fp16,w4:int8,w4a8:int8,w8a8:int8", help=f"of {', '.join(MODES)}")
+    modes = f"of {', '.join(MODES)}, each with or without -h8"
+    parser.add_argument("--modes", default="fp16,w4:int8,w4a8:int8,w8a8:int8", help=modes)
     parser.add_argument("--in-flight", default="64,256", help="of 64 and 256")
     parser.add_argument("--prompts", default="512,2048", help="lengths for the time to the first token")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no further mode begins")
@@ -89,7 +90,7 @@ def main() -> int:
         many = ", ".join(f"{n} at once {v:,.0f} tok/s" for n, v in found.many.items())
         ttft = ", ".join(f"TTFT {n}: {v:.1f} ms" for n, v in found.ttft_ms.items())
         print(
-            f"{mode:5s} kv {found.kv:5s}: decode {found.single:6.1f} tok/s, {many}, {ttft}, "
+            f"{mode:8s} kv {found.kv:5s}: decode {found.single:6.1f} tok/s, {many}, {ttft}, "
             f"start {found.start_seconds:.1f} s, weights {found.weight_bytes / 1e9:.2f} GB "
             f"({time.perf_counter() - started:.0f} s in all)",
             flush=True,

@@ -31,7 +31,9 @@ def command(
     modes: Annotated[
         str,
         typer.Option(
-            "--modes", help="Of fp16, w4, w4a8, w8a8; each may name its KV cache after a colon: w4:int8, w4:float."
+            "--modes",
+            help="Of fp16, w4, w4a8, w8a8; -h8 after it: with an int8 head; each may name its KV cache after a colon: "
+            "w4:int8, w4-h8:float.",
         ),
     ] = "fp16,w4:int8,w4a8:int8,w8a8:int8",
     in_flight: Annotated[str, typer.Option("--in-flight", help="Requests at once; 0 or more loads.")] = "64,256",
@@ -59,7 +61,7 @@ def command(
 
     from qtool.quant.device import resolve_device
     from qtool.quant.textfile import read_json
-    from qtool.runtime.decode_bench import MODES, SHAPES, Load, open_bench, run_mode
+    from qtool.runtime.decode_bench import SHAPES, Load, mode_schemes, open_bench, run_mode
     from qtool.runtime.models import decoder_config
 
     counts, lengths = numbers("--in-flight", in_flight), numbers("--prompts", prompts)
@@ -74,8 +76,12 @@ def command(
         raise QtoolError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     wanted = [(name.partition(":")[0], name.partition(":")[2] or "float") for name in modes.split(",")]
     for mode, kv in wanted:
-        if mode not in MODES or kv not in ("float", "int8"):
-            raise QtoolError(f"--modes: {mode}:{kv} is none; use {', '.join(MODES)}, with :float or :int8")
+        try:
+            mode_schemes(mode)
+        except QtoolError as error:
+            raise QtoolError(f"--modes: {error}") from None
+        if kv not in ("float", "int8"):
+            raise QtoolError(f"--modes: a KV cache is float or int8, got {mode}:{kv}")
     settings = SHAPES[shape] if config is None else read_json(config)
     decoder_config(settings)  # refused before weights are made
     where = resolve_device(device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qtool.cli.common import Device, Model, Quiet, Reporter
-from qtool.cli.engine_options import KVCacheDtype, check_kv_cache_dtype
+from qtool.cli.engine_options import HeadDtype, KVCacheDtype, check_head_dtype, check_kv_cache_dtype
 from qtool.quant.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def command(
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers repeatable.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
+    head_dtype: HeadDtype = "auto",
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -34,11 +35,18 @@ def command(
     from qtool.runtime.llm_engine import LLMEngine
 
     check_kv_cache_dtype(kv_cache_dtype)
+    check_head_dtype(head_dtype)
     reporter = Reporter(quiet=quiet)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with reporter.progress() as progress:
         engine = LLMEngine(
-            model, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, max_num_seqs=1, progress=progress
+            model,
+            dtype=dtype,
+            device=device,
+            kv_cache_dtype=kv_cache_dtype,
+            head_dtype=head_dtype,
+            max_num_seqs=1,
+            progress=progress,
         )
     if not getattr(engine.tokenizer, "chat_template", None):
         raise QtoolError(f"{model}: its tokenizer has no chat template, so it is not a chat model")

@@ -43,6 +43,13 @@ KVCacheDtype = Annotated[
         help="int8 halves the KV cache; float never quantizes it; auto does as the model's artifact says.",
     ),
 ]
+HeadDtype = Annotated[
+    str,
+    typer.Option(
+        "--head-dtype",
+        help="int8 serves an output projection that is stored in 16 bits in int8; auto serves it as it is stored.",
+    ),
+]
 SchedulingPolicy = Annotated[
     str,
     typer.Option(
@@ -121,6 +128,12 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
         raise QtoolError(f"--kv-cache-dtype must be auto, int8 or float, got {kv_cache_dtype!r}")
 
 
+def check_head_dtype(head_dtype: str) -> None:
+    """Raise QtoolError, naming the option, for a value that is none."""
+    if head_dtype not in ("auto", "int8"):
+        raise QtoolError(f"--head-dtype must be auto or int8, got {head_dtype!r}")
+
+
 def _as_options(message: str) -> str:
     """An engine's message with its arguments named as options."""
     names = r"\b(num_speculative_tokens|draft_model|speculative)\b"
@@ -137,6 +150,7 @@ def engine_args(
     kv_cache_memory: str | None,
     kv_cache_dtype: str,
     block_size: int,
+    head_dtype: str = "auto",
     scheduling_policy: str = "fcfs",
     deterministic: bool = False,
     gpu_memory_utilization: float | None = None,
@@ -170,6 +184,7 @@ def engine_args(
     if preemption_mode not in MODES:
         raise QtoolError(f"--preemption-mode must be {', '.join(MODES)}, got {preemption_mode!r}")
     check_kv_cache_dtype(kv_cache_dtype)
+    check_head_dtype(head_dtype)
     try:
         speculation_config(speculative, draft_model, num_speculative_tokens)
     except QtoolError as error:
@@ -188,6 +203,7 @@ def engine_args(
         "draft_model": draft_model,
         "num_speculative_tokens": num_speculative_tokens,
         "kv_cache_dtype": kv_cache_dtype,
+        "head_dtype": head_dtype,
         "preemption_mode": preemption_mode,
         "swap_space": None if swap_space is None else 0 if swap_space == "0" else parse_bytes(swap_space),
         "kv_cache_memory": None if kv_cache_memory is None else parse_bytes(kv_cache_memory),

@@ -28,6 +28,7 @@ from qtool.runtime.executor.model_runner import ModelRunner, kv_block_bytes
 from qtool.runtime.kernels.interface import QuantLinear
 from qtool.runtime.kernels.kv_cache import KVMode
 from qtool.runtime.kernels.measure import random_weight
+from qtool.runtime.loader import HEAD_SCHEME
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder, DecoderLayer
 from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
@@ -54,7 +55,10 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "w4a8": {"qkv": "w4g128a8", "o": "w4g128", "gate_up": "w4g128a8", "down": "w4g128a8"},
     "w8a8": dict.fromkeys(("qkv", "o", "gate_up", "down"), "w8a8"),
 }
-"""Scheme of each kind of projection; 16 bits where none is named. The head stays in 16 bits."""
+"""Scheme of each kind of projection; 16 bits where none is named."""
+
+HEAD_SUFFIX = "-h8"
+"""After a mode: with the head in int8."""
 
 BLOCK_SIZE = 16
 CACHE_SHARE = 0.85  # of the memory that is free once the weights are there
@@ -93,6 +97,18 @@ class DecodeFigures:
     single: float
     many: Mapping[int, float]
     ttft_ms: Mapping[int, float]
+
+
+def mode_schemes(mode: str) -> Mapping[str, str]:
+    """Scheme of each kind of projection, `head` among them, of a mode such as `w4a8` or `w4a8-h8`.
+
+    Raises:
+        QtoolError: an unknown mode.
+    """
+    name = mode.removesuffix(HEAD_SUFFIX)
+    if name not in MODES:
+        raise QtoolError(f"unknown mode {mode!r}: use one of {', '.join(MODES)}, with {HEAD_SUFFIX} for an int8 head")
+    return MODES[name] if name == mode else {**MODES[name], "head": HEAD_SCHEME.name}
 
 
 def random_decoder(
@@ -137,9 +153,7 @@ def random_decoder(
     )
     embed = torch.randn(config.vocab_size, hidden, generator=generator, device=device).to(dtype)
     cos, sin = rotation_table(settings, dim, max_model_len, dtype, device)
-    head = DenseLinear(
-        (torch.randn(config.vocab_size, hidden, generator=generator, device=device) / 64).to(dtype), None
-    )
+    head = linear("head", config.vocab_size, hidden)
     return Decoder(config, embed, layers, norm(), head, cos[:, None], sin[:, None], kv_mode)
 
 
@@ -249,18 +263,17 @@ def open_bench(
 
     Args:
         shape: of SHAPES; only a name where `settings` are given.
-        mode: of MODES.
+        mode: see mode_schemes.
 
     Raises:
         QtoolError: an unknown shape or mode, or too little memory.
     """
     if settings is None and shape not in SHAPES:
         raise QtoolError(f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}")
-    if mode not in MODES:
-        raise QtoolError(f"unknown mode {mode!r}: use one of {', '.join(MODES)}")
+    schemes = mode_schemes(mode)
     longest = max([128 + 400, *(p + 1 for p in prompts), *(x.prompt + x.long for x in loads)])
     decoder = random_decoder(
-        settings or SHAPES[shape], MODES[mode], dtype=dtype, device=device, max_model_len=longest, kv_mode=kv_mode
+        settings or SHAPES[shape], schemes, dtype=dtype, device=device, max_model_len=longest, kv_mode=kv_mode
     )
     return DecodeBench(decoder, max_num_seqs=max([1, *(x.in_flight for x in loads)]), max_model_len=longest)
 

@@ -33,7 +33,7 @@ from qtool.runtime.executor.device_memory import AnyMemory, CudaMemory, HostMemo
 from qtool.runtime.executor.host_allocator import keep_freed_memory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
-from qtool.runtime.loader import check_kv_cache_dtype, load_model
+from qtool.runtime.loader import check_head_dtype, check_kv_cache_dtype, load_model
 from qtool.runtime.memory_budget import MemoryBudget as MemoryBudget  # part of this face
 from qtool.runtime.memory_plan import Wishes, memory_limit, plan_memory
 from qtool.runtime.models import decoder_config
@@ -51,6 +51,7 @@ class LLMEngine:
         dtype: auto, float32, bfloat16 or float16; of activations and KV cache (see loader.resolve_dtype).
         device: auto, cpu, cuda or cuda:N.
         kv_cache_dtype: auto, int8 or float (see loader.resolve_kv_cache).
+        head_dtype: auto (as stored) or int8 (see loader.load_model).
         block_size: tokens per KV block, 8 to 64; on a CPU 1 to 64.
         kv_cache_memory: bytes for the KV cache. None: what `max_num_seqs` requests of full length need; on a CPU at
             most a quarter of the available memory and the larger of 1 GiB and two requests of full length, on a GPU
@@ -91,6 +92,7 @@ class LLMEngine:
         dtype: str = "auto",
         device: str = "auto",
         kv_cache_dtype: str = "auto",
+        head_dtype: str = "auto",
         block_size: int = 16,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -127,6 +129,7 @@ class LLMEngine:
         if swap_space is not None and swap_space < 0:
             raise QtoolError(f"swap_space must be at least 0, got {swap_space}")
         check_kv_cache_dtype(kv_cache_dtype)
+        check_head_dtype(head_dtype)
         speculation = speculation_config(speculative, draft_model, num_speculative_tokens, static_batching)
         if deterministic and where.type != "cpu":
             raise QtoolError("deterministic: kernels on a GPU sum by the batch; take --device cpu, or leave it out")
@@ -150,6 +153,7 @@ class LLMEngine:
                 device=where,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype,
+                head_dtype=head_dtype,
                 max_model_len=length,
                 progress=progress,
             )

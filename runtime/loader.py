@@ -14,8 +14,10 @@ from torch.nn import functional
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats import QuantReader, open_reader, read_kv_cache_scheme
+from qtool.quant.numerics import find_grid, quantize
 from qtool.quant.progress import ProgressFn, silent
-from qtool.quant.weight import QuantizedWeight
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.weight import QuantizedWeight, concat_rows
 from qtool.runtime.kernels.kv_cache import KVMode
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder, DecoderConfig, DecoderLayer
@@ -26,6 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 KV_SCALES = tuple(f".self_attn.{part}_scale" for part in "qkv")
 KV_DTYPES = ("auto", "int8", "float")
+HEAD_DTYPES = ("auto", "int8")
+HEAD_SCHEME = QuantScheme(8)
+_ROUND_ROWS = 8192  # of a head at a time, so that its numbers in float32 take little memory
 
 DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
 
@@ -80,6 +85,24 @@ def check_kv_cache_dtype(dtype: str) -> None:
     """Raise QtoolError unless `dtype` is one of KV_DTYPES."""
     if dtype not in KV_DTYPES:
         raise QtoolError(f"kv_cache_dtype {dtype!r} is not supported: use {', '.join(KV_DTYPES)}")
+
+
+def check_head_dtype(dtype: str) -> None:
+    """Raise QtoolError unless `dtype` is one of HEAD_DTYPES."""
+    if dtype not in HEAD_DTYPES:
+        raise QtoolError(f"head_dtype {dtype!r} is not supported: use {', '.join(HEAD_DTYPES)}")
+
+
+def int8_head(weight: Tensor, dtype: torch.dtype, device: torch.device) -> LinearFn:
+    """A linear by a 16-bit weight [vocab_size, hidden_size] rounded to int8 with a scale for each row; `weight` is left
+    as it is. Activations stay in `dtype`."""
+    parts = []
+    for first in range(0, len(weight), _ROUND_ROWS):
+        there = weight[first : first + _ROUND_ROWS].to(device)
+        parts.append(quantize(there, find_grid(there, HEAD_SCHEME), HEAD_SCHEME))
+    whole = concat_rows(parts)
+    assert whole is not None
+    return make_linear([whole], [None], dtype, device)
 
 
 def _bfloat16_is_fast() -> bool:
@@ -159,6 +182,12 @@ class _Source:
             return DenseLinear(linear.weight.clone(), linear.bias)
         return linear
 
+    def head(self, rows: int, cols: int, dtype: str) -> LinearFn:
+        """The head [rows, cols] as stored or, where it is in 16 bits and `dtype` says so, in int8."""
+        if dtype == "auto" or (self.reader is not None and self.reader.scheme("lm_head") is not None):
+            return self.linear(["lm_head"], [rows], cols, bias=False)
+        return int8_head(self._raw("lm_head.weight", (rows, cols)), self.dtype, self.device)
+
     def kv_scales(self, attention: str, kv_heads: int) -> Tensor:
         """The static scales of an attention's keys and values, [2 * kv_heads] float32: one each, or one a head."""
         scales = []
@@ -201,6 +230,7 @@ def load_model(
     device: torch.device,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    head_dtype: str = "auto",
     max_model_len: int | None = None,
     progress: ProgressFn = silent,
 ) -> Decoder:
@@ -208,9 +238,13 @@ def load_model(
 
     Peak memory is the model as it will stay, plus one group of projections on the CPU.
 
+    Args:
+        head_dtype: of HEAD_DTYPES. int8: a head in 16 bits is served in int8; an embedding that it shares stays.
+
     Raises:
         QtoolError: unsupported architecture or quantization; a tensor missing, misshapen, or not used (all by name).
     """
+    check_head_dtype(head_dtype)
     with Checkpoint(folder) as checkpoint:
         raw = checkpoint.config
         config = decoder_config(raw)
@@ -232,10 +266,10 @@ def load_model(
             progress("loading", i + 1, config.num_layers)
         norm = source.take("model.norm.weight", (hidden,))
         if config.tied_head:
-            head: LinearFn = DenseLinear(embed, None)
+            head: LinearFn = DenseLinear(embed, None) if head_dtype == "auto" else int8_head(embed, kind, device)
             source.left.discard("lm_head.weight")
         else:
-            head = source.linear(["lm_head"], [config.vocab_size], hidden, bias=False)
+            head = source.head(config.vocab_size, hidden, head_dtype)
         if read_kv_cache_scheme(checkpoint) is not None:  # taken above, or not wanted
             source.left = {n for n in source.left if not n.endswith(KV_SCALES)}
         if left := sorted(n for n in source.left if not n.endswith("rotary_emb.inv_freq")):

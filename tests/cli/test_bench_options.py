@@ -55,6 +55,7 @@ def test_engine_args_name_the_option() -> None:
         ("block_size", 0),
         ("dtype", "int3"),
         ("kv_cache_dtype", "fp8"),
+        ("head_dtype", "int4"),
         ("speculative", "guess"),
         ("draft_model", "m"),
         ("num_speculative_tokens", 2),

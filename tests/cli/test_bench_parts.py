@@ -46,7 +46,8 @@ def test_kernels_measure_every_layer(
     ("arguments", "message"),
     [
         (["decode", "--shape", "gpt"], "--shape must be one of llama-2-7b"),
-        (["decode", "--modes", "w3"], "--modes: w3:float is none"),
+        (["decode", "--modes", "w3"], "--modes: unknown mode 'w3'"),
+        (["decode", "--modes", "w4-h8:fp8"], "--modes: a KV cache is float or int8, got w4-h8:fp8"),
         (["decode", "--in-flight", "some"], "--in-flight must be numbers"),
         (["decode", "--long", "0"], "--long must be at least 1"),
         (["decode", "--dtype", "float32"], "--dtype must be float16 or bfloat16"),

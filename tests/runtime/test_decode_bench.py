@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.decode_bench import MODES, SHAPES, Load, open_bench, random_decoder, run_mode, weight_bytes
+from qtool.runtime.decode_bench import (
+    MODES,
+    SHAPES,
+    Load,
+    mode_schemes,
+    open_bench,
+    random_decoder,
+    run_mode,
+    weight_bytes,
+)
 from qtool.runtime.models import decoder_config
 
 TINY = SHAPES["llama-3-8b"] | {
@@ -16,7 +25,7 @@ TINY = SHAPES["llama-3-8b"] | {
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "w4-h8"])
 def test_every_mode_runs_its_loads(mode: str) -> None:
     loads = [Load(3, 7, prompt=20, short=3, long=9)]
     bench = open_bench(
@@ -32,6 +41,14 @@ def test_weight_bytes_are_those_of_the_stored_weights() -> None:
     decoder = random_decoder(TINY, MODES["fp16"], dtype=torch.float16, device=CPU, max_model_len=64)
     layer = (256 + 2 * 128) * 256 + 256 * 256 + 512 * 256 + 256 * 256 + 2 * 256
     assert weight_bytes(decoder) == 2 * (2 * layer + 2 * 160 * 256 + 256)
+
+
+def test_an_int8_head_takes_half_of_its_bytes() -> None:
+    sizes = [
+        weight_bytes(random_decoder(TINY, mode_schemes(mode), dtype=torch.bfloat16, device=CPU, max_model_len=64))
+        for mode in ("fp16", "fp16-h8")
+    ]
+    assert sizes[0] - sizes[1] == 160 * 256 - 2 * 160  # a bfloat16 scale for each row
 
 
 def test_shapes_are_those_of_the_published_models() -> None:

@@ -169,8 +169,35 @@ def plan_attention(
     return AttentionBatch(position, slot, tuple(decodes), tuple(prefills), brought)
 
 
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float, *, causal: bool
+) -> Tensor:
+    """Attention [rows, heads, count, dim] over keys and values [rows, kv_heads, length, dim]. `causal`: without a mask,
+    as many queries as keys."""
+    grouped = query.shape[1] != keys.shape[1]
+    if not soft_cap:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    if grouped:
+        keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (keys, values))
+    scores = soft_cap * torch.tanh((query @ keys.transpose(-1, -2)).float() * (scale / soft_cap))
+    if causal:
+        mask = _blocked(torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), scores.dtype)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1).to(values.dtype) @ values
+
+
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
+    q: Tensor,
+    kv: Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of a step's queries over their sequences.
 
@@ -178,6 +205,7 @@ def paged_attention(
         q: [num_tokens, num_heads, head_dim].
         kv: [num_tokens, 2 * num_kv_heads, head_dim] as KVCache.write gave them back: already in `cache`.
         window: a token sees itself and the window - 1 tokens before it; None: all.
+        soft_cap: see AttentionShape.
 
     Returns:
         [num_tokens, num_heads * head_dim].
@@ -191,7 +219,7 @@ def paged_attention(
         keys, values = cache.gather(group.block_ids, sequences, group.length, q.dtype)
         # The query heads of one KV head see the same keys: they stand in for query positions.
         query = q[group.rows].view(sequences, count, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
-        found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=group.masks[window], scale=scale)
+        found = _attend(query, keys, values, group.masks[window], scale, soft_cap, causal=False)
         found = found.view(sequences, kv_heads, count, heads // kv_heads, dim).transpose(1, 2)
         out[group.rows] = found.reshape(sequences * count, heads, dim)
     for prefill in batch.prefills:
@@ -202,18 +230,13 @@ def paged_attention(
         else:
             keys, values = cache.gather(prefill.block_ids, 1, prefill.length, q.dtype)
         mask = prefill.masks[window]
-        gqa = heads != kv_heads
         if mask is None:
-            found = functional.scaled_dot_product_attention(
-                query, keys, values, is_causal=True, scale=scale, enable_gqa=gqa
-            )
+            found = _attend(query, keys, values, None, scale, soft_cap, causal=True)
             out[prefill.rows] = found[0].transpose(0, 1)
             continue
         target = out[prefill.rows]
         for i in range(0, query.shape[2], QUERY_SLICE):
             part = slice(i, i + QUERY_SLICE)
-            found = functional.scaled_dot_product_attention(
-                query[:, :, part], keys, values, attn_mask=mask[part], scale=scale, enable_gqa=gqa
-            )
+            found = _attend(query[:, :, part], keys, values, mask[part], scale, soft_cap, causal=False)
             target[part] = found[0].transpose(0, 1)
     return out.view(tokens, heads * dim)

@@ -24,12 +24,14 @@ class AttentionShape:
 
     Attributes:
         eps: of the norms of queries and keys, where there are any.
+        soft_cap: a scaled score s counts as soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv 2408.00118); 0: as it is.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
+    soft_cap: float = 0.0
 
 
 class StepPlan(Protocol):
@@ -179,7 +181,8 @@ def _attend(
     other = turned.roll(dim // 2, dims=-1)
     turned.mul_(cos).addcmul_(other, sin)
     kv = cache.write(qkv[:, heads:], plan.slot_mapping)
-    attended = paged_attention(qkv[:, :heads], kv, cache, plan, scale=dim**-0.5, window=window)
+    queries = qkv[:, :heads]
+    attended = paged_attention(queries, kv, cache, plan, scale=dim**-0.5, window=window, soft_cap=shape.soft_cap)
     return attended if out is None else out.copy_(attended)
 
 

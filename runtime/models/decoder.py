@@ -23,6 +23,7 @@ class DecoderConfig:
         qkv_bias, o_bias, mlp_bias: which projections add a bias.
         qk_norm: queries and keys are normed per head before the rotation.
         windows: per layer, the sliding window in tokens, or None.
+        soft_cap: of attention scores, see AttentionShape.
     """
 
     vocab_size: int
@@ -40,6 +41,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ class Decoder:
     @property
     def attention_shape(self) -> AttentionShape:
         config = self.config
-        return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        return AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.soft_cap
+        )
 
     @property
     def windows(self) -> frozenset[int | None]:

@@ -174,6 +174,7 @@ def _decode_kernel(setting: _Setting) -> tuple[Kernel, int]:
     small = dim <= 128
     macros = _macros(setting) | {
         "G": group,
+        "SOFT_CAP": int(setting.shape.soft_cap > 0),
         "NT": 2 if setting.kv and small and group <= 8 else 1,  # int8: as many bytes in flight
         "WARPS": WARPS,
         "MINB": _BLOCKS_PER_SM if small else 1,
@@ -207,7 +208,8 @@ def attend(
             (shape.num_kv_heads, plan.shares, decodes),
             WARPS * 32,
             (qkv, q_norm, k_norm, cos, sin, cache.values, scales, plan.positions, plan.tables, out, plan.partial,
-             plan.counters, plan.tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E, shape.eps),
+             plan.counters, plan.tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E, shape.soft_cap * LOG2_E,
+             shape.eps),
             shared_bytes=size,
             overlap=overlap,
         )  # fmt: skip
@@ -222,9 +224,11 @@ def attend(
             overlap=overlap,
         )  # fmt: skip
         if plan.keys is not None and pays(plan.keys, cache, shape.num_heads, window):
-            flash_attention(qkv, cache, plan.tables, plan.tiles, plan.keys, shape.num_heads, window, out)
+            flash_attention(
+                qkv, cache, plan.tables, plan.tiles, plan.keys, shape.num_heads, window, shape.soft_cap, out
+            )
         else:
             from qtool.runtime.kernels.cuda.prefill import prefill_attention
 
-            prefill_attention(qkv, cache, plan.tables, plan.tiles, shape.num_heads, window, out)
+            prefill_attention(qkv, cache, plan.tables, plan.tiles, shape.num_heads, window, shape.soft_cap, out)
     return out

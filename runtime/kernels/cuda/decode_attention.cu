@@ -8,7 +8,7 @@
 // 16-byte loads bring them, and stored in the order that results. Of several shares, the block that ends last adds up all,
 // in order, so results do not depend on timing.
 //
-// Macros: those of rotate.cuh; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; NT;
+// Macros: those of rotate.cuh; SOFT_CAP: scores have one; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; NT;
 //   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares (at most MAX_SHARES), sequences.
 
 #define MAX_SHARES 32
@@ -50,7 +50,6 @@ DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 DEVICE u32 transposed(u32 v) {
   u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r;
 }
-DEVICE float exp2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE uint4 load16(const void* p) {
   uint4 r;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -81,11 +80,11 @@ DEVICE u32 codes_high(u32 flipped) { return half_sub2(__byte_perm(flipped, 0x646
 // qkv: [sequences, (heads + 2 kv_heads) D]. positions: of the new tokens; negative: no sequence, the output is zero.
 // tables: [sequences, table_width] cache blocks. partial: floats for every share of every KV head of every sequence, G (D + 2)
 // each; counters: one a KV head of a sequence, zero before and after. window: tokens seen, 0: all. factor: of the scores,
-// times log2 e.
+// times log2 e; cap: of them (SOFT_CAP), times log2 e.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB)
 decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16* sin, u8* cache,
                  void* scales, const int* positions, const int* tables, u16* out, float* partial, u32* counters,
-                 int table_width, int window, float factor, float eps) {
+                 int table_width, int window, float factor, float cap, float eps) {
   pdl_launch_dependents();
   extern __shared__ __align__(16) u8 shared[];
   u16* queries = (u16*)shared;                           // [8 ROWS][LDQ]
@@ -252,6 +251,11 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int e = 0; e < 4; e++) s[n][r][e] *= scale_value(k_scale[n][e >> 1]);
+#endif
+#if SOFT_CAP
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] = soft_capped(s[n][r][e], cap);
 #endif
     if (next < end) load_keys(next, blocks);
 

@@ -5,7 +5,7 @@
 // A block takes 128 queries of one head, a warpgroup 64. A producer thread brings tiles of KEYS keys or values, which
 // gather.cu has laid out, into a ring of STAGES; queries and weights are the A operands, from registers.
 //
-// Macros: D 64 | 128; KEYS = TOKENS = D; BF16; ACT_BITS 16; STAGES. After hopper.cuh.
+// Macros: D 64 | 128; KEYS = TOKENS = D; BF16; ACT_BITS 16; STAGES; SOFT_CAP: scores have one. After hopper.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define TILE_BYTES (KEYS * D * 2)
@@ -13,13 +13,12 @@
 #define WARPS 8                                          // that multiply
 #define HIDDEN __int_as_float(0xff800000)                // minus infinity
 
-DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
 // qkv [tokens, (heads + 2 kv_heads) D], queries rotated; kv from gather.cu; tiles [n, 4]: sequence, first row of qkv, its
-// position, queries; starts [sequences]: the tile in kv that holds a sequence's first keys. Grid: heads, n.
+// position, queries; starts [sequences]: the tile in kv that holds a sequence's first keys. scale: of the scores, times
+// log2 e; cap: of them (SOFT_CAP), times log2 e. Grid: heads, n.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* out, int heads, int kv_heads, int window,
-      float factor) {
+      float scale, float cap) {
   pdl_launch_dependents();
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
@@ -106,7 +105,12 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
   auto release = [&](int stage) {
     if (lane == 0) barrier_arrive(empty_at + 8 * stage);
   };
+  const float factor = SOFT_CAP ? 1.f : scale;           // that scores still lack once they are softened
   auto soften = [&](int i) {                             // scores of key tile i to weights that are not yet normed
+#if SOFT_CAP
+    UNROLL for (int j = 0; j < KEYS / 8; j++)
+      UNROLL for (int k = 0; k < 4; k++) scores[j][k] = soft_capped(scores[j][k] * scale, cap);
+#endif
     const int start = i * KEYS, position = first + low + g;
     if (start + KEYS - 1 > first + low || start <= first + low + 15 - window) {
       UNROLL for (int j = 0; j < KEYS / 8; j++)
@@ -121,13 +125,13 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float base = top == HIDDEN ? 0.f : top * factor;
-      shrink[r] = exp2_fast(peak[r] * factor - base);
+      shrink[r] = exp2(peak[r] * factor - base);
       peak[r] = top;
       float added = 0.f;
       UNROLL for (int j = 0; j < KEYS / 8; j++)
         UNROLL for (int k = 0; k < 2; k++) {
           float& s = scores[j][2 * r + k];
-          s = exp2_fast(s * factor - base);
+          s = exp2(s * factor - base);
           added += s;
         }
       total[r] = total[r] * shrink[r] + added;

@@ -78,10 +78,10 @@ def _gather_kernel(device: torch.device, dtype: torch.dtype, dim: int, kv: int, 
 
 
 @functools.cache
-def _flash_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> tuple[Kernel, int]:
+def _flash_kernel(device: torch.device, dtype: torch.dtype, dim: int, capped: bool) -> tuple[Kernel, int]:
     """The kernel and its bytes of dynamic shared memory."""
     macros = {"D": dim, "KEYS": dim, "TOKENS": dim, "BF16": int(dtype == torch.bfloat16)}
-    macros |= {"ACT_BITS": 16, "STAGES": _STAGES[dim], "WEIGHT_BITS": 8}
+    macros |= {"ACT_BITS": 16, "STAGES": _STAGES[dim], "WEIGHT_BITS": 8, "SOFT_CAP": int(capped)}
     size = _STAGES[dim] * dim * dim * 2
     return load_kernel(device, "flash.cu", "flash", macros, shared_limit=size), size
 
@@ -110,16 +110,17 @@ def flash_attention(
     keys: PromptKeys,
     heads: int,
     window: int | None,
+    soft_cap: float,
     out: Tensor,
 ) -> None:
     """As prefill.prefill_attention, for a step for which `pays` holds."""
     dim, kv_heads = cache.values.shape[3], cache.values.shape[2] // 2
     kv = gather(cache, tables, keys.spans, qkv.dtype)
-    kernel, size = _flash_kernel(qkv.device, qkv.dtype, dim)
+    kernel, size = _flash_kernel(qkv.device, qkv.dtype, dim, soft_cap > 0)
     kernel.launch(
         (heads, len(tiles), 1),
         _THREADS,
-        (qkv, kv, tiles, keys.starts, out, heads, kv_heads, window or 1 << 30, dim**-0.5 * LOG2_E),
+        (qkv, kv, tiles, keys.starts, out, heads, kv_heads, window or 1 << 30, dim**-0.5 * LOG2_E, soft_cap * LOG2_E),
         shared_bytes=size,
         overlap=True,
     )

@@ -19,8 +19,8 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _step(
     q, accumulator, peak, total, start, key_limit, positions, table, cache, scales, head, block_stride, head_stride,
-    token_stride, factor, window, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
-    keys: tl.constexpr, has_scales: tl.constexpr, masked: tl.constexpr,
+    token_stride, factor, cap, window, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
+    keys: tl.constexpr, has_scales: tl.constexpr, has_cap: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values: scores, the running softmax, the weighted sum."""
     at = start + tl.arange(0, keys)
@@ -36,6 +36,9 @@ def _step(
     if has_scales:
         key_scales = tl.load(scale_at, mask=at < key_limit, other=0)
         s *= key_scales.to(tl.float32)[None, :]
+    if has_cap:  # cap tanh(s / cap), with s and cap times log2 e as `factor` is, so that no factor is left
+        s = cap - 2 * cap / (tl.exp2(s * (factor * 2.8853900817779268 / cap)) + 1)
+        factor = 1.0
     if masked:
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] > positions[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
@@ -56,9 +59,9 @@ def _step(
 # One compilation for any step: its tables are of any width, and lie anywhere in the memory that holds its layout.
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables", "tiles"])
 def _prefill(
-    qkv, cache, scales, tables, tiles, out, table_width, block_stride, head_stride, token_stride, factor, window,
-    heads, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, queries: tl.constexpr,
-    keys: tl.constexpr, has_scales: tl.constexpr,
+    qkv, cache, scales, tables, tiles, out, table_width, block_stride, head_stride, token_stride, factor, cap,
+    window, heads, kv_heads, block_size: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, queries: tl.constexpr,
+    keys: tl.constexpr, has_scales: tl.constexpr, has_cap: tl.constexpr,
 ):  # fmt: skip
     """A program: one head of one tile of queries. tiles: [num_tiles, 4]: row of `tables`, first row of the step, its
     position, number of queries."""
@@ -89,17 +92,20 @@ def _prefill(
     for start in range(begin, begin_free, keys):
         accumulator, peak, total = _step(
             q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
-            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, True,
+            head_stride, token_stride, factor, cap, window, kv_heads, block_size, dim, padded, keys, has_scales,
+            has_cap, True,
         )  # fmt: skip
     for start in range(begin_free, end_free, keys):
         accumulator, peak, total = _step(
             q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
-            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, False,
+            head_stride, token_stride, factor, cap, window, kv_heads, block_size, dim, padded, keys, has_scales,
+            has_cap, False,
         )  # fmt: skip
     for start in range(end_free, limit, keys):
         accumulator, peak, total = _step(
             q, accumulator, peak, total, start, limit, positions, table, cache, scales, kv_head, block_stride,
-            head_stride, token_stride, factor, window, kv_heads, block_size, dim, padded, keys, has_scales, True,
+            head_stride, token_stride, factor, cap, window, kv_heads, block_size, dim, padded, keys, has_scales,
+            has_cap, True,
         )  # fmt: skip
     if has_scales:
         accumulator *= 1.0 / 256.0
@@ -130,7 +136,14 @@ def query_tiles(table_rows: list[int], first_rows: list[int], starts: list[int],
 
 
 def prefill_attention(
-    qkv: Tensor, cache: KVCache, tables: Tensor, tiles: Tensor, heads: int, window: int | None, out: Tensor
+    qkv: Tensor,
+    cache: KVCache,
+    tables: Tensor,
+    tiles: Tensor,
+    heads: int,
+    window: int | None,
+    soft_cap: float,
+    out: Tensor,
 ) -> None:
     """Causal attention of the queries that `tiles` lists; their rows of `out` are written.
 
@@ -139,6 +152,7 @@ def prefill_attention(
         tables: [sequences, blocks] int32.
         tiles: [num_tiles, 4] int32, see query_tiles.
         window: a token sees itself and the window - 1 tokens before it; None: all.
+        soft_cap: see AttentionShape.
         out: [num_tokens, heads * head_dim].
     """
     values, scales = cache.values, cache.scales
@@ -155,6 +169,7 @@ def prefill_attention(
         tables.stride(0),
         *((0, 0, 0) if scales is None else (scales.stride(0), scales.stride(1), scales.stride(2))),
         dim**-0.5 * LOG2_E,
+        soft_cap * LOG2_E,
         1 << 30 if window is None else window,
         heads,
         kv_heads,
@@ -164,6 +179,7 @@ def prefill_attention(
         queries=QUERIES,
         keys=keys,
         has_scales=scales is not None,
+        has_cap=soft_cap > 0,
         num_warps=8,
         num_stages=stages,
     )  # fmt: skip

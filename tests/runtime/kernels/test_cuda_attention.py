@@ -40,11 +40,13 @@ def exact(
     return turned[:, :heads], torch.cat((turned[:, heads:], values), dim=1)
 
 
-def attention(q: Tensor, kv: Tensor, first: int, window: int | None) -> Tensor:
+def attention(q: Tensor, kv: Tensor, first: int, window: int | None, soft_cap: float) -> Tensor:
     """float64 causal attention of queries at positions first ... over kv [first + n, 2 * kv_heads, dim]."""
     kv_heads, group = kv.shape[1] // 2, 2 * q.shape[1] // kv.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (kv[:, :kv_heads], kv[:, kv_heads:]))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     at = torch.arange(first, first + len(q), device=q.device)[:, None]
     key = torch.arange(len(k), device=q.device)[None]
     seen = (key <= at) & (key > at - (window or 1 << 30))
@@ -106,7 +108,7 @@ def check(
         if mode == "int8-static":  # clips what is beyond its grid
             kv = kv.clamp(-127 * scales[:, None].double(), 127 * scales[:, None].double())
         assert float((kept[context:] - kv).norm() / kv.norm()) < coarse, (shape, works, SEED)
-        want = attention(q, kept, context, window)
+        want = attention(q, kept, context, window, shape.soft_cap)
         got = out[row : row + tokens].double().view_as(want)
         error = float((got - want).norm() / want.norm())
         assert error < TOLERANCE[dtype], (error, shape, works, dtype, mode, window, SEED)
@@ -138,6 +140,14 @@ class TestOnGpu:
             works = [(7, 1), (600, 1), (0, 5), (100, 250), (37, 2), (0, 130)]
             check(shape, works, mode=mode, dtype=dtype, normed=True)
             check(shape, works, mode=mode, dtype=dtype, window=90)
+
+    @pytest.mark.parametrize("mode", ["float", "int8"])
+    @pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+    def test_soft_caps(self, soft_cap: float, mode: str) -> None:
+        works = [(600, 1), (2000, 1), (0, 5), (100, 250), (37, 2), (0, 130)]
+        for shape in (AttentionShape(8, 2, 128, 1e-5, soft_cap), AttentionShape(3, 1, 192, 1e-5, soft_cap)):
+            check(shape, works, mode=mode)
+            check(shape, works, mode=mode, dtype=torch.bfloat16, window=90)
 
     def test_many_sequences_of_many_heads(self) -> None:
         check(AttentionShape(32, 8, 128, 1e-5), [(i * 7, 1) for i in range(70)])

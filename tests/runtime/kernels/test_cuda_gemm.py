@@ -85,8 +85,8 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     error = (y.double() - exact @ dense).abs()
     if scheme.act_bits:
         error = (error - doubtful(x) @ dense.abs()).clamp_min(0)
-    # The result is rounded to 11 or 8 bits. A ratio half-way between two float16 takes 6 % of its group's weights to the
-    # next of 127 steps: in one row of the least weight (two groups of 64, 37 rows) that makes 5e-4.
+    # The result is rounded to 11 or 8 bits. A ratio half-way between two float16 takes 6 % of its group's weights to
+    # the next of 127 steps: in one row of the least weight (two groups of 64, 37 rows) that makes 5e-4.
     tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if progressive else 0.0)
     what = (scheme.name, rows, cols, tokens, dtype, config, SEED)
     assert float(error.norm() / size.norm()) < tolerance, what

@@ -13,11 +13,13 @@ ON_GPU = torch.cuda.is_available()
 SEED = 5
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, soft_cap: float) -> Tensor:
     """q [n, heads, dim] at positions first ...; k, v [first + n, kv_heads, dim]; all float64 → [n, heads, dim]."""
     heads, dim = q.shape[1:]
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     at, key = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))[None]
     seen = (key <= at) & (key > at - (window or 1 << 30))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1), v)
@@ -33,6 +35,7 @@ def check(
     *,
     dtype: torch.dtype = torch.float16,
     flash: bool = False,
+    soft_cap: float = 0.0,
 ) -> None:
     """chunks: (context, tokens) of each sequence; fragmented tables over a cache with NaN in unused slots."""
     from qtool.runtime.kernels.cuda.flash import PromptKeys, flash_attention, key_spans
@@ -61,7 +64,7 @@ def check(
         slots = torch.tensor([table[i // size] * size + i % size for i in range(length)], device=device)
         kept = cache.write(kv, slots).double()
         q = torch.randn(tokens, heads, dim, dtype=dtype, device=device)
-        wants.append(reference(q.double(), kept[:, :kv_heads], kept[:, kv_heads:], context, window))
+        wants.append(reference(q.double(), kept[:, :kv_heads], kept[:, kv_heads:], context, window, soft_cap))
         rows.append(torch.cat((q, kv[context:]), dim=1).flatten(1))
         tables.append(table)
     width = max(map(len, tables))
@@ -75,9 +78,9 @@ def check(
     if flash:
         spans, starts = key_spans(0, [c + n for c, n in chunks], dim)
         there = [torch.tensor(t, dtype=torch.int32, device=device) for t in (spans, starts)]
-        flash_attention(qkv, cache, table, tiles_there, PromptKeys(*there, 0, 0, 0), heads, window, out)
+        flash_attention(qkv, cache, table, tiles_there, PromptKeys(*there, 0, 0, 0), heads, window, soft_cap, out)
     else:
-        prefill_attention(qkv, cache, table, tiles_there, heads, window, out)
+        prefill_attention(qkv, cache, table, tiles_there, heads, window, soft_cap, out)
     want = torch.cat(wants).flatten(1)
     error = float((out.double() - want).norm() / want.norm())
     assert error < (2e-3 if dtype == torch.float16 else 1.2e-2), error
@@ -96,6 +99,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill_on_the_gpu(case: tuple[int, int, int, list[tuple[int, int]], int | None, str]) -> None:
     check(*case)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("mode", ["float", "int8"])
+def test_soft_caps(mode: str, soft_cap: float) -> None:
+    """On a GPU where there is one, else in the interpreter."""
+    check(64, 2, 1, [(0, 40), (65, 3)], 50, mode, soft_cap=soft_cap)
 
 
 @pytest.mark.gpu
@@ -123,6 +133,7 @@ def test_flash_on_hopper(dim: int, mode: str, dtype: torch.dtype) -> None:
         check(dim, heads, kv_heads, [(0, 1000), (700, 300), (1, 129), (64, 64)], None, mode, dtype=dtype, flash=True)
     for window in (1, 100, 128, 333):
         check(dim, 4, 2, [(0, 700), (700, 300), (0, 2), (2000, 5)], window, mode, dtype=dtype, flash=True)
+    check(dim, 4, 2, [(0, 700), (700, 300)], 333, mode, dtype=dtype, flash=True, soft_cap=0.7)
     many = [(i * 37 % 300, 2 + i * 53 % 200) for i in range(40)]
     check(dim, 4, 1, many, None, mode, dtype=dtype, flash=True)
 

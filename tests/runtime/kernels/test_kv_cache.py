@@ -37,10 +37,14 @@ def test_a_code_is_at_most_half_a_scale_off(magnitude: float, outlier: float, se
     assert (found[1] == 0).all()
 
 
-def reference(q: Tensor, kv: Tensor, window: int | None, dtype: torch.dtype = torch.float64) -> Tensor:
+def reference(
+    q: Tensor, kv: Tensor, window: int | None, soft_cap: float = 0.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Causal attention of the last len(q) of len(kv) tokens, in float64; [len(q), HEADS * DIM]."""
     keys, values = kv.to(dtype).repeat_interleave(HEADS // KV_HEADS, dim=1).chunk(2, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), keys) * DIM**-0.5
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     query = torch.arange(len(kv) - len(q), len(kv))[:, None]
     key = torch.arange(len(kv))
     allowed = (key <= query) if window is None else (key <= query) & (key > query - window)
@@ -48,9 +52,10 @@ def reference(q: Tensor, kv: Tensor, window: int | None, dtype: torch.dtype = to
     return torch.einsum("hqk,khd->qhd", probabilities, values).reshape(len(q), -1)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 0.5])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("mode", MODES)
-def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, window: int | None) -> None:
+def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, window: int | None, soft_cap: float) -> None:
     """Decodes of two lengths, drafts of two, a chunk with context before it, and a chunk without: in one step."""
     torch.manual_seed(3)
     cache = new_cache(mode, num_blocks=24)
@@ -74,14 +79,14 @@ def test_attention_is_that_of_float64_over_the_cached_values(mode: KVMode, windo
     assert [group.count for group in plan.decodes] == [1, 5, 3]
     q = torch.randn(sum(counts), HEADS, DIM)
     now = cache.write(torch.cat([t[s:] for t, s in zip(kv, contexts)]), plan.slot_mapping)
-    found = paged_attention(q, now, cache, plan, scale=DIM**-0.5, window=window).double()
+    found = paged_attention(q, now, cache, plan, scale=DIM**-0.5, window=window, soft_cap=soft_cap).double()
     row = 0
     for before, own, tokens, count in zip(read, now.split(counts), kv, counts):
         rows = slice(row, row + count)
         row += count
         cached = torch.cat([before, own])
-        assert (found[rows] - reference(q[rows], cached, window)).abs().max() < 1e-5
-        exact = reference(q[rows], tokens, window)
+        assert (found[rows] - reference(q[rows], cached, window, soft_cap)).abs().max() < 1e-5
+        exact = reference(q[rows], tokens, window, soft_cap)
         error = float((found[rows] - exact).norm() / exact.norm())
         assert error < {"float": 1e-6, "int8": 0.01, "int8-static": 0.03}[mode]
         assert mode == "float" or error > 1e-4, "the codes were read, not the tokens"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtool.runtime.executor.decode_inputs import DecodeInputs
 from qtool.runtime.executor.graph_capture import largest_first
-from qtool.runtime.kernels.cuda.attention import PagedBatch, num_sms, scratch, split_shares
+from qtool.runtime.kernels.cuda.attention import PagedBatch, scratch, split_decodes
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.kv_cache import KVCache
 from qtool.runtime.kernels.layer_ops import LayerOps
@@ -74,11 +74,11 @@ class DecodeGraphs:
     def _capture(self, size: int, pool: Any) -> _Captured:
         model, shape = self._model, self._model.attention_shape
         device = self._sampled.device
-        shares = split_shares(size, shape.num_kv_heads, self._longest, num_sms(device))
-        partial, counters = scratch(size, shape, shares, device)
+        split = split_decodes(size, shape, self._longest, device)
+        partial, counters = scratch(size, shape, split, device)
         inputs = self._inputs
         given, sources, positions = (t[:size] for t in (inputs.given, inputs.sources, inputs.positions))
-        plan = PagedBatch(positions, positions, inputs.tables[:size], size, None, shares, partial, counters)
+        plan = PagedBatch(positions, positions, inputs.tables[:size], size, None, split, partial, counters)
 
         def step() -> Tensor:
             tokens = feed(given, sources, self._sampled)

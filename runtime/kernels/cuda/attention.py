@@ -4,7 +4,6 @@ prompts (rotate.cu, then flash.py or prefill.py)."""
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +19,20 @@ from qtool.runtime.kernels.layer_ops import AttentionShape
 HEAD_DIMS = (64, 128, 192, 256)
 MAX_GROUP = 16  # query heads of a KV head: one tile of the tensor cores
 WARPS = 4  # of a decode block
-_TILE = 16  # tokens that a warp takes at a time, at least
+_TILE = 16  # tokens that a warp takes at a time
 _MAX_SHARES = 32  # of one context, as in decode_attention.cu
-_BLOCKS_PER_SM = 3
+# What a decode block takes beside its tokens, in tokens, and what more where shares are summed up: by the times of 5
+# loads on an H200 (31 ns a token where all slots work).
+_BLOCK_TOKENS, _SUM_TOKENS = 50, 130
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Split:
+    """How decodes' contexts are cut: into at most `shares` pieces of at least `least_tiles` tiles of 16 tokens."""
+
+    shares: int
+    least_tiles: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class PagedBatch:
         tables: [num_sequences, blocks] int32, the decodes' first.
         num_decodes: rows of one token.
         tiles: of the prompts, [num_tiles, 4] int32, see prefill.query_tiles; None where there are none.
-        shares: pieces into which the decodes' contexts are cut at most.
+        split: of the decodes.
         partial: float32 room for the pieces' sums; counters: int32 zeros, one for each KV head of each decode.
         keys: of the prompts; None where there are none.
         also: what was brought along, int32.
@@ -47,30 +56,42 @@ class PagedBatch:
     tables: Tensor
     num_decodes: int
     tiles: Tensor | None
-    shares: int
+    split: Split
     partial: Tensor
     counters: Tensor
     keys: PromptKeys | None = None
     also: tuple[Tensor, ...] = ()
 
 
-def split_shares(sequences: int, kv_heads: int, longest: int, num_sms: int) -> int:
-    """Into how many pieces contexts of up to `longest` tokens are cut: the fewest that keep nearly all SMs busy."""
-    blocks, slots = max(1, sequences * kv_heads), num_sms * _BLOCKS_PER_SM
-    useful = max(1, min(-(-longest // (_TILE * WARPS)), _MAX_SHARES))
-
-    def busy(shares: int) -> float:
-        """Share of the device's slots that work, over the waves it takes; past four the last one hardly counts."""
-        waves = blocks * shares / slots
-        return 1.0 if waves >= 4 else waves / math.ceil(waves)
-
-    enough = next((n for n in range(1, useful + 1) if busy(n) >= 0.9), None)
-    return enough or max(range(1, useful + 1), key=busy)
+def blocks_per_sm(shape: AttentionShape) -> int:
+    """Decode blocks that a multiprocessor's registers hold."""
+    if shape.head_dim > 128:
+        return 1
+    return 4 if shape.num_heads // shape.num_kv_heads <= 8 else 3
 
 
-def scratch(sequences: int, shape: AttentionShape, shares: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def split_contexts(sequences: int, kv_heads: int, longest: int, slots: int) -> Split:
+    """The fastest cut of contexts of up to `longest` tokens on a device that holds `slots` blocks at once: rounds over
+    it by what a block takes. Where there are blocks enough without, shorter contexts are cut into fewer pieces."""
+    blocks = max(1, sequences * kv_heads)
+    most = max(1, min(-(-longest // (_TILE * WARPS)), _MAX_SHARES))
+
+    def cost(shares: int) -> float:
+        rounds = -(-blocks * shares // slots)
+        return rounds * (longest / shares + _BLOCK_TOKENS + (_SUM_TOKENS if shares > 1 else 0))
+
+    shares = min(range(1, most + 1), key=cost)
+    return Split(shares, WARPS if blocks < slots else max(WARPS, -(-longest // (_TILE * shares))))
+
+
+def split_decodes(sequences: int, shape: AttentionShape, longest: int, device: torch.device) -> Split:
+    """split_contexts on `device`."""
+    return split_contexts(sequences, shape.num_kv_heads, longest, num_sms(device) * blocks_per_sm(shape))
+
+
+def scratch(sequences: int, shape: AttentionShape, split: Split, device: torch.device) -> tuple[Tensor, Tensor]:
     """PagedBatch.partial and counters."""
-    size = 0 if shares == 1 else sequences * shares * shape.num_heads * (shape.head_dim + 2)
+    size = 0 if split.shares == 1 else sequences * split.shares * shape.num_heads * (shape.head_dim + 2)
     partial = torch.empty(size, dtype=torch.float32, device=device)
     return partial, torch.zeros(sequences * shape.num_kv_heads, dtype=torch.int32, device=device)
 
@@ -127,10 +148,10 @@ def plan_step(
     positions, slots, table_there, tiles_there, spans_there, firsts_there, *rest = there
     pairs = sum(length * count for length, count in zip(lengths, new))
     keys = PromptKeys(spans_there, firsts_there, sum(new), sum(lengths), pairs) if tiles else None
-    shares = split_shares(decodes, shape.num_kv_heads, max(starts[:decodes], default=0) + 1, num_sms(device))
-    partial, counters = scratch(decodes, shape, shares, device)
+    split = split_decodes(decodes, shape, max(starts[:decodes], default=0) + 1, device)
+    partial, counters = scratch(decodes, shape, split, device)
     prompts = tiles_there if tiles else None
-    return PagedBatch(positions, slots, table_there, decodes, prompts, shares, partial, counters, keys, tuple(rest))
+    return PagedBatch(positions, slots, table_there, decodes, prompts, split, partial, counters, keys, tuple(rest))
 
 
 @dataclass(frozen=True)
@@ -171,13 +192,11 @@ def _rotate_kernel(setting: _Setting) -> Kernel:
 def _decode_kernel(setting: _Setting) -> tuple[Kernel, int]:
     """The kernel and its bytes of dynamic shared memory."""
     dim, group = setting.shape.head_dim, setting.shape.num_heads // setting.shape.num_kv_heads
-    small = dim <= 128
     macros = _macros(setting) | {
         "G": group,
         "SOFT_CAP": int(setting.shape.soft_cap > 0),
-        "NT": 2 if setting.kv and small and group <= 8 else 1,  # int8: as many bytes in flight
         "WARPS": WARPS,
-        "MINB": _BLOCKS_PER_SM if small else 1,
+        "MINB": blocks_per_sm(setting.shape),
     }
     size = (16 if group > 8 else 8) * (dim + 32) * 2 + WARPS * group * dim * 4
     return load_kernel(setting.device, "decode_attention.cu", "decode_attention", macros, shared_limit=size), size
@@ -205,11 +224,11 @@ def attend(
     if decodes:
         kernel, size = _decode_kernel(setting)
         kernel.launch(
-            (shape.num_kv_heads, plan.shares, decodes),
+            (shape.num_kv_heads, plan.split.shares, decodes),
             WARPS * 32,
             (qkv, q_norm, k_norm, cos, sin, cache.values, scales, plan.positions, plan.tables, out, plan.partial,
-             plan.counters, plan.tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E, shape.soft_cap * LOG2_E,
-             shape.eps),
+             plan.counters, plan.tables.stride(0), plan.split.least_tiles, window or 0, shape.head_dim**-0.5 * LOG2_E,
+             shape.soft_cap * LOG2_E, shape.eps),
             shared_bytes=size,
             overlap=overlap,
         )  # fmt: skip

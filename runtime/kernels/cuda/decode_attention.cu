@@ -2,19 +2,19 @@
 // queries and key, and the write of key and value into the cache.
 //
 // A block serves one KV head of one sequence, the G query heads that share it (grouped-query packing), and one share of
-// the context (split-KV, flash-decoding). Each warp walks over units of 16 NT tokens. Keys and values go from memory
+// the context (split-KV, flash-decoding). Each warp walks over tiles of 16 tokens. Keys and values go from memory
 // straight into registers as A operands of the tensor cores: scores are 16 tokens times 8 query heads (G of them real), sums
 // are 16 dims times 8 heads, with probabilities, transposed, as the B operand. Dims are contracted in the order in which
 // 16-byte loads bring them, and stored in the order that results. Of several shares, the block that ends last adds up all,
 // in order, so results do not depend on timing.
 //
-// Macros: those of rotate.cuh; SOFT_CAP: scores have one; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; NT;
-//   WARPS; MINB: blocks an SM must hold. Grid: KV heads, shares (at most MAX_SHARES), sequences.
+// Macros: those of rotate.cuh; SOFT_CAP: scores have one; G: query heads of a KV head, at most 16; BS: tokens of a cache block, a multiple of 16; WARPS;
+//   MINB: blocks an SM must hold. Grid: KV heads, shares (at most MAX_SHARES), sequences.
 
 #define MAX_SHARES 32
 #define UNROLL _Pragma("unroll")
 #define MMA_BF16 (BF16 && !KV)                           // codes are exact in float16, and cheap to bring there
-#define UNIT (16 * NT)
+#define TILE 16                                          // tokens
 #define ROWS (G > 8 ? 2 : 1)                             // runs of 8 heads
 #define LDQ (D + 32)                                     // of queries in shared memory: no bank conflicts
 #define K_LOADS (KV ? D / 64 : D / 32)                   // 16-byte loads of a lane for 8 tokens
@@ -79,12 +79,12 @@ DEVICE u32 codes_high(u32 flipped) { return half_sub2(__byte_perm(flipped, 0x646
 
 // qkv: [sequences, (heads + 2 kv_heads) D]. positions: of the new tokens; negative: no sequence, the output is zero.
 // tables: [sequences, table_width] cache blocks. partial: floats for every share of every KV head of every sequence, G (D + 2)
-// each; counters: one a KV head of a sequence, zero before and after. window: tokens seen, 0: all. factor: of the scores,
-// times log2 e; cap: of them (SOFT_CAP), times log2 e.
+// each; counters: one a KV head of a sequence, zero before and after. least_tiles: of a share. window: tokens seen, 0: all.
+// factor: of the scores, times log2 e; cap: of them (SOFT_CAP), times log2 e.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB)
 decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos, const u16* sin, u8* cache,
                  void* scales, const int* positions, const int* tables, u16* out, float* partial, u32* counters,
-                 int table_width, int window, float factor, float cap, float eps) {
+                 int table_width, int least_tiles, int window, float factor, float cap, float eps) {
   pdl_launch_dependents();
   extern __shared__ __align__(16) u8 shared[];
   u16* queries = (u16*)shared;                           // [8 ROWS][LDQ]
@@ -103,57 +103,47 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
     return;
   }
   const int first = window > 0 ? max(0, position + 1 - window) : 0;
-  const int first_unit = first / UNIT, units = position / UNIT + 1 - first_unit;
-  const int per_share = max((units + (int)gridDim.y - 1) / (int)gridDim.y, WARPS);
-  const int shares = (units + per_share - 1) / per_share;
+  const int first_tile = first / TILE, tiles = position / TILE + 1 - first_tile;
+  const int per_share = max((tiles + (int)gridDim.y - 1) / (int)gridDim.y, least_tiles);
+  const int shares = (tiles + per_share - 1) / per_share;
   if (share >= shares) {
     pdl_wait();
     return;
   }
-  const int begin = first_unit + share * per_share, end = min(begin + per_share, first_unit + units);
+  const int begin = first_tile + share * per_share, end = min(begin + per_share, first_tile + tiles);
   const int* table = tables + (u64)sequence * table_width;
 
   const u32 token_bytes = 2 * kv_heads * KV_BYTES;
   const u8* keys_of = cache + (u64)kv_head * KV_BYTES + g * token_bytes + t * 16;
   const u8* values_of = cache + (u64)(kv_head + kv_heads) * KV_BYTES + 2 * t * token_bytes + g * V_BYTES;
-  // Of 16 tokens; those past the end of the sequence repeat the last ones, and are masked.
-  auto tile_of = [&](int unit, int n) { return min(unit * NT + n, position >> 4); };
-  auto load_blocks = [&](int (&to)[NT], int unit) {
-    UNROLL for (int n = 0; n < NT; n++) to[n] = table[tile_of(unit, n) * 16 / BS];
-  };
-  auto offset_of = [&](int unit, int n) { return tile_of(unit, n) * 16 % BS; };   // in its block
+  auto block_of = [&](int tile) { return table[tile * TILE / BS]; };
+  auto offset_of = [&](int tile) { return tile * TILE % BS; };   // in its block
 
-  uint4 k[NT][2][K_LOADS];
-  Values v[NT][4][CHUNKS];                               // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
+  uint4 k[2][K_LOADS];                                   // tokens g, g + 8
+  Values v[4][CHUNKS];                                   // tokens 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
 #if KV
-  Scale k_scale[NT][2], v_scale[NT][2];                  // of tokens g, g + 8
+  Scale k_scale[2], v_scale[2];                          // of tokens g, g + 8
   auto load_scales = [&](Scale (&to)[2], int block, int offset, int head) {
     UNROLL for (int i = 0; i < 2; i++)
       to[i] = ((const Scale*)scales)[KV == 1 ? ((u64)block * 2 * kv_heads + head) * BS + offset + g + 8 * i : head];
   };
 #endif
-  auto load_keys = [&](int unit, const int (&blocks)[NT]) {
-    UNROLL for (int n = 0; n < NT; n++) {
-      const int offset = offset_of(unit, n);
-      const u8* at = keys_of + ((u64)blocks[n] * BS + offset) * token_bytes;
-      UNROLL for (int m = 0; m < 2; m++)
-        UNROLL for (int i = 0; i < K_LOADS; i++) k[n][m][i] = load16(at + m * 8 * token_bytes + i * 64);
+  auto load_keys = [&](int tile, int block) {
+    const u8* at = keys_of + ((u64)block * BS + offset_of(tile)) * token_bytes;
+    UNROLL for (int m = 0; m < 2; m++)
+      UNROLL for (int i = 0; i < K_LOADS; i++) k[m][i] = load16(at + m * 8 * token_bytes + i * 64);
 #if KV
-      load_scales(k_scale[n], blocks[n], offset, kv_head);
+    load_scales(k_scale, block, offset_of(tile), kv_head);
 #endif
-    }
   };
-  auto load_v = [&](int unit, const int (&blocks)[NT]) {
-    UNROLL for (int n = 0; n < NT; n++) {
-      const int offset = offset_of(unit, n);
-      const u8* at = values_of + ((u64)blocks[n] * BS + offset) * token_bytes;
-      UNROLL for (int i = 0; i < 4; i++)
-        UNROLL for (int c = 0; c < CHUNKS; c++)
-          load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (8 * V_BYTES), v[n][i][c]);
+  auto load_v = [&](int tile, int block) {
+    const u8* at = values_of + ((u64)block * BS + offset_of(tile)) * token_bytes;
+    UNROLL for (int i = 0; i < 4; i++)
+      UNROLL for (int c = 0; c < CHUNKS; c++)
+        load_values(at + ((i & 1) + (i >> 1) * 8) * token_bytes + c * (8 * V_BYTES), v[i][c]);
 #if KV
-      load_scales(v_scale[n], blocks[n], offset, kv_heads + kv_head);
+    load_scales(v_scale, block, offset_of(tile), kv_heads + kv_head);
 #endif
-    }
   };
 
   // Positions, tables, rotations and all tokens but the new one were there before this step began: reading them need not
@@ -161,13 +151,13 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   // nothing of the step before it is still running.)
   Rotation rotation;
   load_rotation(cos, sin, position, lane, rotation);
-  int unit = begin + warp, blocks[NT], next_blocks[NT];  // of the unit to load, and the one after it
-  if (unit < end) load_blocks(blocks, unit);
-  if (unit + WARPS < end) load_blocks(next_blocks, unit + WARPS);
-  const bool early = unit < end && unit * UNIT + UNIT <= position, late = unit < end && !early;
+  int tile = begin + warp, block = 0, next_block = 0;    // of the tile to load, and the one after it
+  if (tile < end) block = block_of(tile);
+  if (tile + WARPS < end) next_block = block_of(tile + WARPS);
+  const bool early = tile < end && tile * TILE + TILE <= position, late = tile < end && !early;
   if (early) {
-    load_keys(unit, blocks);
-    load_v(unit, blocks);
+    load_keys(tile, block);
+    load_v(tile, block);
   }
   pdl_wait();
 
@@ -197,9 +187,9 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
   }
   __syncthreads();
 
-  if (late) {                                            // the unit of the new token
-    load_keys(unit, blocks);
-    load_v(unit, blocks);
+  if (late) {                                            // the tile of the new token
+    load_keys(tile, block);
+    load_v(tile, block);
   }
 
   // o[r][c][w]: dims V_DIMS (8 c + g) + 2 w (elements 0, 1) and the one after it (2, 3) of heads 8 r + 2 t (0, 2) and
@@ -215,73 +205,67 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
         UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] = 0.f;
   }
 
-  for (; unit < end; unit += WARPS) {
-    const int next = unit + WARPS;
-    UNROLL for (int n = 0; n < NT; n++) blocks[n] = next_blocks[n];
-    if (next + WARPS < end) load_blocks(next_blocks, next + WARPS);
+  for (; tile < end; tile += WARPS) {
+    const int next = tile + WARPS;
+    block = next_block;
+    if (next + WARPS < end) next_block = block_of(next + WARPS);
 
-    float s[NT][ROWS][4];                                // tokens g (elements 0, 1) and g + 8; heads 8 r + 2 t, and the next
-    UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] = 0.f;
+    float s[ROWS][4];                                    // tokens g (elements 0, 1) and g + 8; heads 8 r + 2 t, and the next
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int e = 0; e < 4; e++) s[r][e] = 0.f;
     UNROLL for (int i = 0; i < K_LOADS; i++) {
       const int per_load = KV ? 16 : 8;                  // dims of a lane: four of them a step
       uint4 q[ROWS][KV ? 2 : 1];
       UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int j = 0; j < per_load / 8; j++)
           q[r][j] = *(const uint4*)(queries + (g + 8 * r) * LDQ + (i * 4 + t) * per_load + j * 8);
-      UNROLL for (int j = 0; j < per_load / 4; j++)
-        UNROLL for (int n = 0; n < NT; n++) {
-          u32 a[4];
-          UNROLL for (int m = 0; m < 2; m++) {
+      UNROLL for (int j = 0; j < per_load / 4; j++) {
+        u32 a[4];
+        UNROLL for (int m = 0; m < 2; m++) {
 #if KV
-            const u32 flipped = word(k[n][m][i], j) ^ 0x80808080u;
-            a[m] = codes_low(flipped);
-            a[m + 2] = codes_high(flipped);
+          const u32 flipped = word(k[m][i], j) ^ 0x80808080u;
+          a[m] = codes_low(flipped);
+          a[m + 2] = codes_high(flipped);
 #else
-            a[m] = word(k[n][m][i], 2 * j);
-            a[m + 2] = word(k[n][m][i], 2 * j + 1);
+          a[m] = word(k[m][i], 2 * j);
+          a[m + 2] = word(k[m][i], 2 * j + 1);
 #endif
-          }
-          UNROLL for (int r = 0; r < ROWS; r++)
-            multiply(s[n][r], a[0], a[1], a[2], a[3], word(q[r][j >> 1], 2 * (j & 1)), word(q[r][j >> 1], 2 * (j & 1) + 1));
         }
+        UNROLL for (int r = 0; r < ROWS; r++)
+          multiply(s[r], a[0], a[1], a[2], a[3], word(q[r][j >> 1], 2 * (j & 1)), word(q[r][j >> 1], 2 * (j & 1) + 1));
+      }
     }
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int e = 0; e < 4; e++) {
 #if KV
-    UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] *= scale_value(k_scale[n][e >> 1]);
+        s[r][e] *= scale_value(k_scale[e >> 1]);
 #endif
 #if SOFT_CAP
-    UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int e = 0; e < 4; e++) s[n][r][e] = soft_capped(s[n][r][e], cap);
+        s[r][e] = soft_capped(s[r][e], cap);
 #endif
-    if (next < end) load_keys(next, blocks);
-
-    if (unit * UNIT + UNIT - 1 > position || unit * UNIT < first)
-      UNROLL for (int n = 0; n < NT; n++) {
-        const int at = unit * UNIT + n * 16;
-        UNROLL for (int i = 0; i < 2; i++) {
-          const int token = at + g + 8 * i;
-          if (token <= position && token >= first) continue;
-          UNROLL for (int r = 0; r < ROWS; r++) s[n][r][2 * i] = s[n][r][2 * i + 1] = MINUS_INFINITY;
-#if KV
-          if (token > position) v_scale[n][i] = 0;       // 0 times what lies there must be 0, even if that is NaN
-#endif
-        }
-        UNROLL for (int i = 0; i < 4; i++)
-          if (at + 2 * t + (i & 1) + (i >> 1) * 8 > position)
-            UNROLL for (int c = 0; c < CHUNKS; c++) v[n][i][c] = Values{};
       }
-    u32 p[NT][ROWS][2];
+    if (next < end) load_keys(next, block);
+
+    if (tile * TILE + TILE - 1 > position || tile * TILE < first) {
+      UNROLL for (int i = 0; i < 2; i++) {
+        const int token = tile * TILE + g + 8 * i;
+        if (token <= position && token >= first) continue;
+        UNROLL for (int r = 0; r < ROWS; r++) s[r][2 * i] = s[r][2 * i + 1] = MINUS_INFINITY;
+#if KV
+        if (token > position) v_scale[i] = 0;            // 0 times what lies there must be 0, even if that is NaN
+#endif
+      }
+      UNROLL for (int i = 0; i < 4; i++)
+        if (tile * TILE + 2 * t + (i & 1) + (i >> 1) * 8 > position)
+          UNROLL for (int c = 0; c < CHUNKS; c++) v[i][c] = Values{};
+    }
+    u32 p[ROWS][2];
     UNROLL for (int r = 0; r < ROWS; r++) {
-      float top[2] = {peak[r][0], peak[r][1]};
-      UNROLL for (int n = 0; n < NT; n++)
-        UNROLL for (int e = 0; e < 4; e++) top[e & 1] = fmaxf(top[e & 1], s[n][r][e]);
+      float top[2] = {fmaxf(s[r][0], s[r][2]), fmaxf(s[r][1], s[r][3])};
       if (__any_sync(0xffffffffu, top[0] > peak[r][0] || top[1] > peak[r][1])) {
         float shrink[2];
         UNROLL for (int e = 0; e < 2; e++) {
+          top[e] = fmaxf(top[e], peak[r][e]);
           UNROLL for (int i = 4; i < 32; i <<= 1) top[e] = fmaxf(top[e], __shfl_xor_sync(0xffffffffu, top[e], i));
           // 0 at first; where both are minus infinity there is nothing to shrink
           shrink[e] = peak[r][e] == top[e] ? 1.f : exp2(peak[r][e] - top[e]);
@@ -292,43 +276,39 @@ decode_attention(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16
           UNROLL for (int w = 0; w < V_DIMS / 2; w++)
             UNROLL for (int e = 0; e < 4; e++) o[r][c][w][e] *= shrink[e & 1];
       }
-      const float base[2] = {peak[r][0] == MINUS_INFINITY ? 0.f : peak[r][0], peak[r][1] == MINUS_INFINITY ? 0.f : peak[r][1]};
-      UNROLL for (int n = 0; n < NT; n++) {
-        float e[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-          e[i] = exp2(s[n][r][i] - base[i & 1]);
-          sum[r][i & 1] += e[i];
+      float weight[4];
+      UNROLL for (int e = 0; e < 4; e++) {
+        weight[e] = exp2(s[r][e] - (peak[r][e & 1] == MINUS_INFINITY ? 0.f : peak[r][e & 1]));
+        sum[r][e & 1] += weight[e];
 #if KV
-          e[i] *= scale_value(v_scale[n][i >> 1]) * V_SHIFT;
+        weight[e] *= scale_value(v_scale[e >> 1]) * V_SHIFT;
 #endif
-        }
-        p[n][r][0] = transposed(operand(e[0], e[1]));
-        p[n][r][1] = transposed(operand(e[2], e[3]));
       }
+      p[r][0] = transposed(operand(weight[0], weight[1]));
+      p[r][1] = transposed(operand(weight[2], weight[3]));
     }
-    UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int c = 0; c < CHUNKS; c++)
-        UNROLL for (int w = 0; w < V_BYTES / 4; w++) {
+    UNROLL for (int c = 0; c < CHUNKS; c++)
+      UNROLL for (int w = 0; w < V_BYTES / 4; w++) {
 #if KV                                                   // four dims of the lane
-          u32 codes[4];
-          UNROLL for (int i = 0; i < 4; i++) codes[i] = word(v[n][i][c], w) ^ 0x80808080u;
-          UNROLL for (int j = 0; j < 2; j++) {           // bytes 2 j of both tokens, then bytes 2 j + 1
-            const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
-            const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
-            const u32 a0 = codes_low(low), a1 = codes_high(low), a2 = codes_low(high), a3 = codes_high(high);
-            UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][2 * w + j], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
-          }
-#else
-          const u32 v0 = word(v[n][0][c], w), v1 = word(v[n][1][c], w), v2 = word(v[n][2][c], w), v3 = word(v[n][3][c], w);
-          const u32 a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
-          const u32 a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
-          UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][w], a0, a1, a2, a3, p[n][r][0], p[n][r][1]);
-#endif
+        u32 codes[4];
+        UNROLL for (int i = 0; i < 4; i++) codes[i] = word(v[i][c], w) ^ 0x80808080u;
+        UNROLL for (int j = 0; j < 2; j++) {             // bytes 2 j of both tokens, then bytes 2 j + 1
+          const u32 low = __byte_perm(codes[0], codes[1], j ? 0x7362 : 0x5140);
+          const u32 high = __byte_perm(codes[2], codes[3], j ? 0x7362 : 0x5140);
+          const u32 a0 = codes_low(low), a1 = codes_high(low), a2 = codes_low(high), a3 = codes_high(high);
+          UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][2 * w + j], a0, a1, a2, a3, p[r][0], p[r][1]);
         }
-    if (next < end) load_v(next, blocks);
+#else
+        const u32 v0 = word(v[0][c], w), v1 = word(v[1][c], w), v2 = word(v[2][c], w), v3 = word(v[3][c], w);
+        const u32 a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
+        const u32 a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+        UNROLL for (int r = 0; r < ROWS; r++) multiply(o[r][c][w], a0, a1, a2, a3, p[r][0], p[r][1]);
+#endif
+      }
+    if (next < end) load_v(next, block);
   }
 
-  // Each warp has seen units of its own: bring their sums to one scale.
+  // Each warp has seen tiles of its own: bring their sums to one scale.
   UNROLL for (int r = 0; r < ROWS; r++) {
     UNROLL for (int e = 0; e < 2; e++) {
       const int head = 8 * r + 2 * t + e;

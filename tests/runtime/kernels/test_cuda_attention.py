@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.attention import attend, plan_step, split_shares
+from qtool.runtime.kernels.cuda.attention import WARPS, attend, plan_step, split_contexts
 from qtool.runtime.kernels.kv_cache import KVCache, make_kv_cache
 from qtool.runtime.kernels.layer_ops import AttentionShape
 
@@ -154,9 +154,20 @@ class TestOnGpu:
         check(AttentionShape(32, 32, 128, 1e-5), [(4000, 1)])
 
 
-def test_shares_cover_the_device_and_no_more() -> None:
-    assert split_shares(64, 32, 4096, 132) == 1
-    assert split_shares(1, 32, 4096, 132) == 12  # 384 of 396 slots; 13 would take a second wave
-    assert split_shares(64, 8, 4096, 132) == 3  # 1,536 of 1,584 slots; one piece would leave a third of them idle
-    assert split_shares(1, 8, 100, 132) == 2  # no piece shorter than a tile for each warp
-    assert split_shares(1, 1, 1 << 20, 132) == 32
+def test_contexts_are_cut_as_it_pays() -> None:
+    slots = 4 * 132
+    assert split_contexts(64, 32, 4096, slots).shares == 1  # nearly four full rounds
+    assert split_contexts(64, 8, 4096, slots).shares == 1  # 512 blocks fill 528 slots
+    assert split_contexts(1, 32, 4096, slots).shares == 16  # 17 would take a second round
+    assert (
+        split_contexts(102, 8, 548, slots).shares == 1
+    )  # two rounds of whole contexts beat four of halves with their sums
+    assert split_contexts(80, 8, 4096, slots).shares == 4  # five rounds of quarters beat two of whole ones
+    assert split_contexts(1, 8, 100, slots).shares == 1  # summing up would take longer than 100 tokens
+    assert split_contexts(1, 1, 1 << 20, slots).shares == 32
+
+
+def test_short_contexts_are_cut_small_only_where_blocks_are_few() -> None:
+    slots = 4 * 132
+    assert split_contexts(1, 32, 4096, slots).least_tiles == WARPS
+    assert split_contexts(80, 8, 4096, slots).least_tiles == 64  # 1,024 tokens: what four shares have of the longest

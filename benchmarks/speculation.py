@@ -106,11 +106,14 @@ def race(runs: Mapping[str, Run]) -> dict[str, list[tuple[int, ...]]]:
 def compare(
     engines: Mapping[str, LLM], texts: list[list[int]], load: str, concurrency: int, rounds: int, length: int
 ) -> dict[str, Total]:
-    """Every engine on the same prompts, `rounds` times on new ones, in turns."""
+    """Every engine on the same prompts, `rounds` times on new ones, in turns, after a round that does not count: in it
+    engines learn what their drafts are worth on this load."""
     temperature = 0.0 if load == "repeats" else 1.0
     params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
     totals = {name: Total() for name in engines}
-    for _ in range(rounds):
+    for number in range(1 + rounds):
+        if number == 1:
+            totals = {name: Total() for name in engines}
         some = [texts.pop() for _ in range(concurrency)]
         outputs = race(
             {

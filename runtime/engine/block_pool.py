@@ -19,7 +19,8 @@ class BlockPool:
     """`num_blocks` blocks with reference counts.
 
     A block without references is free, keeps its content, and can be taken back by its digest until it is allocated
-    anew. The free list runs from the least recently freed to the most recently freed block.
+    anew. The free list begins with blocks whose content has no name, the last one freed first (its memory is warm); the
+    others follow from the least to the most recently freed.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,7 +43,7 @@ class BlockPool:
         return len(self.blocks) - len(self._free)
 
     def allocate(self) -> int:
-        """The least recently freed block, with one reference. Raises IndexError when none is free."""
+        """The first of the free list, with one reference. Raises IndexError when none is free."""
         if not self._free:
             raise IndexError("no free KV-cache block")
         block_id, _ = self._free.popitem(last=False)
@@ -82,6 +83,8 @@ class BlockPool:
             block.refs -= 1
             if block.refs == 0:
                 self._free[block_id] = None
+                if block.digest is None:
+                    self._free.move_to_end(block_id, last=False)
 
     def check_integrity(self, references: dict[int, int]) -> None:
         """Raise RuntimeError unless every block has exactly these references and the free list holds all others."""

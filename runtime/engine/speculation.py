@@ -3,7 +3,8 @@
 A step with drafts computes 1 + K tokens of a request instead of one and yields 1 to 1 + K of them (Leviathan et al.
 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). K follows the acceptance: one more above 80 %, one less
 below 50 %. The j-th draft is accepted with probability α^j, which must be worth its cost; so with a large batch, where
-a token more costs as much as a token, nothing is proposed. No torch here.
+a token more costs as much as a token, nothing is proposed. An account is kept of what drafting won and lost: once
+it is overdrawn, nothing is drafted until time without drafts has paid its share into it. No torch here.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ RELAX = 0.02  # how far each new request lets the engine's acceptance go back to
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens; doubled each time that a trial after a pause fails
 REFRESH = 50  # steps with drafts between two without, so that these stay measured
 LENGTH = 64.0  # tokens of an output, before any has ended
+ALLOWED_LOSS = 0.01  # of all time: what trials may cost that bring nothing
+FIRST_CREDIT, MOST_CREDIT = 4.0, 16.0  # steps of one sequence
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +166,8 @@ class _Drift:
 
     plain: float = 1.0
     drafted: float = 1.0
-    since_plain: int = 0
+    num_plain: int = 0
+    since_plain: int = REFRESH
 
 
 class Speculator:
@@ -188,20 +192,26 @@ class Speculator:
         self._found = 1.0  # share of the wanted tokens that are proposed
         self._length = LENGTH
         self._broken = False
+        self._credit = FIRST_CREDIT * costs.plain[0]  # seconds that drafting may still lose
 
     # ---- before a step ----
 
     def wanted(self, requests: Collection[Request]) -> dict[Request, int]:
         """Drafts for each of the requests that the next step decodes; empty where none pay."""
         batch = len(requests)
-        if not batch or self._broken:
+        if not batch or self._broken or self._credit <= 0:
             return {}
         plain = self.costs.at(self.costs.plain, batch)
         cost = (self.costs.at(self.costs.verify, batch) + self.costs.at(self.costs.propose, batch)) / plain
         if cost * MARGIN >= 1:
             return {}
-        each = plain / batch
-        wanted = {r: k for r in requests if (k := self._count(r, cost, each))}
+        each, credit = plain / batch, self._credit
+        wanted = {}
+        for request in requests:
+            if count := self._count(request, cost, each):
+                credit -= self._lag(request) * self.costs.catch_up
+                if credit > 0:
+                    wanted[request] = count
         sure = {r: k for r, k in wanted.items() if not self._paces[r].trial}
         return wanted if not sure or self._pays(sure, batch) else {r: k for r, k in wanted.items() if r not in sure}
 
@@ -227,13 +237,17 @@ class Speculator:
             self._sit_out(request, pace)
             return 0
         count = min(count, room)
-        lag = request.num_tokens - self.proposer.num_known(request) - MOST
-        if lag > 0:  # the proposer has to read the context first: will there be output enough to make it good?
+        lag = self._lag(request)
+        if lag:  # the proposer has to read the context first: will there be output enough to make it good?
             accepted = expected(acceptance, count)
             steps = min(room, self._length) / (1 + accepted)
             if lag * self.costs.catch_up > (accepted - count * cost) * each * steps:
                 return 0
         return count
+
+    def _lag(self, request: Request) -> int:
+        """Tokens of a context that the proposer would have to read before it can draft; a few are part of drafting."""
+        return max(request.num_tokens - self.proposer.num_known(request) - MOST, 0)
 
     def _chance(self, pace: _Pace) -> float:
         """That a request's next draft is accepted: by what became of its own, and of the others' while it has few."""
@@ -290,14 +304,23 @@ class Speculator:
                 self._learn(work.request, len(work.draft.token_ids), result.accepted)
             counts.append(len(work.draft.token_ids))
         batch = len(scheduled)
+        self._credit += ALLOWED_LOSS * seconds
         if any(w.num_tokens != 1 + k for w, k in zip(scheduled, counts)):
-            return  # a step with prompts in it says nothing of decodes
+            if proposed:
+                self._credit -= self.proposer.setup_seconds
+            return  # a step with prompts in it says nothing else of decodes
         drift = self._drift.setdefault(_bucket(batch), _Drift())
         if not proposed:
-            drift.plain = _toward(drift.plain, seconds / self.costs.at(self.costs.plain, batch), 0.25)
+            drift.num_plain += 1
+            share = max(0.25, 1 / drift.num_plain)
+            drift.plain = _toward(drift.plain, seconds / self.costs.at(self.costs.plain, batch), share)
             drift.drafted += 0.02 * (drift.plain - drift.drafted)  # so that it is tried again some time
             drift.since_plain = 0
         else:
+            gained = sum(r.accepted for r in results) / batch
+            without = (1 + gained) * self.costs.at(self.costs.plain, batch) * drift.plain
+            most = MOST_CREDIT * self.costs.plain[0]
+            self._credit = min(self._credit + without - seconds, most)
             drafting = sum(k > 0 for k in counts)
             expect = self._predict(batch, drafting, max(counts), sum(counts))
             drift.drafted = _toward(drift.drafted, (seconds - self.proposer.setup_seconds) / expect, 0.1)

@@ -4,6 +4,7 @@
 - prefix: the TTFT of a prompt whose first 512 tokens are in the cache, against the same engine without a cache.
 - waste: share of the KV slots in use that hold no token, over a mix of 80 % short and 20 % long answers.
 - kv: requests that a KV cache of 64 MiB holds at once, in bfloat16 and in int8, and what int8 costs (KL).
+- head: what an int8 head costs (KL).
 - stop: tokens, steps and seconds that a stop string and the end of a form save.
 - swap: what preemption by swap and by recompute take in a cache that is too small.
 
@@ -136,6 +137,23 @@ def waste(model: str, tokens: list[int], count: int) -> None:
     )
 
 
+def text_logits(llm: LLM, text: str) -> torch.Tensor:
+    """Logits of the first 2,048 tokens of a text, in windows of 512."""
+    ids = llm.engine.encode(text)[:2048]
+    return torch.cat(list(llm.prompt_logits([ids[i : i + 512] for i in range(0, len(ids), 512)])))
+
+
+def divergence(base: torch.Tensor, other: torch.Tensor) -> str:
+    """KL(base‖other) of the next token, in words."""
+    p, q = (x.log_softmax(-1).double() for x in (base, other))
+    kl = (p.exp() * (p - q)).sum(-1)
+    same = (p.argmax(-1) == q.argmax(-1)).double().mean()
+    return (
+        f"KL mean {kl.mean():.2e} nats, p99 {kl.quantile(0.99):.2e}, largest {kl.max():.2e}, the same likeliest token "
+        f"at {same:.2%}, over {len(kl)} tokens"
+    )
+
+
 def kv(model: str, tokens: list[int], text: str) -> None:
     fits, logits = [], []
     for dtype in ("float", "int8"):
@@ -151,16 +169,17 @@ def kv(model: str, tokens: list[int], text: str) -> None:
             llm.engine.step()
             most = max(most, llm.engine.stats().num_running)
         fits.append(most)
-        ids = llm.engine.encode(text)[:2048]
-        logits.append(torch.cat(list(llm.prompt_logits([ids[i : i + 512] for i in range(0, len(ids), 512)]))))
+        logits.append(text_logits(llm, text))
         print(f"{dtype}: {llm.engine.memory.kv_tokens} tokens, {most} requests of 256 at once", flush=True)
-    base, other = (x.log_softmax(-1).double() for x in logits)
-    kl = (base.exp() * (base - other)).sum(-1)
-    print(
-        f"int8 KV cache: {fits[1] / fits[0]:.2f}× the requests; KL mean {kl.mean():.2e} nats, largest {kl.max():.2e}, "
-        f"over {len(kl)} tokens",
-        flush=True,
-    )
+    print(f"int8 KV cache: {fits[1] / fits[0]:.2f}× the requests; {divergence(*logits)}", flush=True)
+
+
+def head(model: str, text: str) -> None:
+    logits = []
+    for dtype in ("auto", "int8"):  # in float32, so that nothing else rounds
+        llm = LLM(model, dtype="float32", head_dtype=dtype, max_num_seqs=4, max_model_len=512)
+        logits.append(text_logits(llm, text))
+    print(f"int8 head: {divergence(*logits)}", flush=True)
 
 
 def stop(model: str, count: int) -> None:
@@ -212,8 +231,8 @@ def swap(model: str, tokens: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--only", nargs="+", default=["chunked", "prefix", "waste", "kv", "stop", "swap"])
-    parser.add_argument("--text", help="file whose first 2,048 tokens show what an int8 KV cache costs", required=True)
+    parser.add_argument("--only", nargs="+", default=["chunked", "prefix", "waste", "kv", "head", "stop", "swap"])
+    parser.add_argument("--text", help="file whose first 2,048 tokens show what int8 costs", required=True)
     parser.add_argument("--short-requests", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=10, help="prompts of `prefix`, requests of `waste` by threes")
     parser.add_argument("--rate", type=float, default=1.0)
@@ -233,6 +252,7 @@ def main() -> None:
         "prefix": lambda: prefix(args.model, tokens, args.repeats),
         "waste": lambda: waste(args.model, tokens, 3 * args.repeats),
         "kv": lambda: kv(args.model, tokens, text),
+        "head": lambda: head(args.model, text),
         "stop": lambda: stop(args.model, 8),
         "swap": lambda: swap(args.model, tokens),
     }

@@ -139,7 +139,7 @@ class ModelRunner:
 
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         with torch.cuda.device(self.device):
-            precompile(self.model.linears, self.device)
+            precompile(self.model.linears, {id(layer.gate_up) for layer in self.model.layers}, self.device)
             self.graphs = DecodeGraphs(
                 self.model,
                 self.caches,

@@ -108,7 +108,9 @@ class LayerOps:
         norm_linear: (hidden [tokens, hidden_size], delta or None, norm weight, eps, linear) → (linear of the norm of
             hidden + delta, hidden + delta); `hidden` may be overwritten.
         attend: see AttendFn.
-        silu_linear: (gate and up side by side [tokens, 2 * inner], linear) → linear of silu(gate) * up.
+        gated_mlp: (hidden, delta, norm weight, eps, gate_up, down) → (down of silu(gate) * up, where gate and up
+            [tokens, inner] are what gate_up gives, side by side, of the norm of hidden + delta; hidden + delta);
+            `hidden` may be overwritten.
     """
 
     on_device: bool
@@ -116,7 +118,7 @@ class LayerOps:
     rotation: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
     norm_linear: Callable[[Tensor, Tensor | None, Tensor, float, Linear], tuple[Tensor, Tensor]]
     attend: AttendFn
-    silu_linear: Callable[[Tensor, Linear], Tensor]
+    gated_mlp: Callable[[Tensor, Tensor | None, Tensor, float, Linear, Linear], tuple[Tensor, Tensor]]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -186,9 +188,17 @@ def _attend(
     return attended if out is None else out.copy_(attended)
 
 
-def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
+def silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
+    """`linear` of silu(gate) * up, given side by side [tokens, 2 * inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return linear(functional.silu(gate).mul_(up))
 
 
-TORCH_OPS = LayerOps(False, _plan, _rotation, _norm_linear, _attend, _silu_linear)
+def _gated_mlp(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear, down: Linear
+) -> tuple[Tensor, Tensor]:
+    both, hidden = _norm_linear(hidden, delta, weight, eps, gate_up)
+    return silu_linear(both, down), hidden
+
+
+TORCH_OPS = LayerOps(False, _plan, _rotation, _norm_linear, _attend, _gated_mlp)

@@ -133,8 +133,7 @@ class Decoder:
     def _next_qkv(self, index: int, attended: Tensor, hidden: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """As advance, but for the last layer: what the stream still lacks, and the stream."""
         eps, layer = self.config.rms_norm_eps, self.layers[index]
-        gate_up, hidden = ops.norm_linear(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up)
-        delta = ops.silu_linear(gate_up, layer.down)
+        delta, hidden = ops.gated_mlp(hidden, layer.o(attended), layer.post_norm, eps, layer.gate_up, layer.down)
         if index + 1 == len(self.layers):
             return delta, hidden
         following = self.layers[index + 1]

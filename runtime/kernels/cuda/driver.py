@@ -177,7 +177,8 @@ _HEADERS = {  # common.cuh alone for every other file
     "decode_attention.cu": ("common.cuh", "rotate.cuh", "exp2.cuh"),
     "quantize.cu": ("common.cuh", "rows.cuh"),
     "norm.cu": ("common.cuh", "rows.cuh"),
-    "silu.cu": ("common.cuh", "rows.cuh"),
+    "silu.cu": ("common.cuh", "rows.cuh", "gated.cuh"),
+    "skinny.cu": ("common.cuh", "gated.cuh"),
 }
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda.attention import HEAD_DIMS, MAX_GROUP, PagedBatch, attend, plan_step
-from qtool.runtime.kernels.cuda.linear import NAME, apply_rows, int8_order
+from qtool.runtime.kernels.cuda.linear import NAME, apply_gated, apply_rows, gates, int8_order
 from qtool.runtime.kernels.cuda.nvrtc import library
 from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, add_norm, silu_mul
 from qtool.runtime.kernels.interface import QuantLinear
-from qtool.runtime.kernels.layer_ops import TORCH_OPS, AttentionShape, LayerOps, Linear
+from qtool.runtime.kernels.layer_ops import AttentionShape, LayerOps, Linear, silu_linear
 
 _OLDEST = (8, 0)
 
@@ -66,9 +66,27 @@ def _norm_linear(
     return _run(add_norm(hidden, delta, weight, eps, order), order, linear), hidden
 
 
+def _gates(linear: Linear, tokens: int) -> QuantLinear | None:
+    """`linear` where its product can leave the gated activation itself."""
+    if isinstance(linear, QuantLinear) and linear.kernel.name == NAME and linear.bias is None:
+        return linear if gates(tokens, linear.packed, linear.spec) else None
+    return None
+
+
+def _gated_mlp(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear, down: Linear
+) -> tuple[Tensor, Tensor]:
+    order = _order(gate_up, len(hidden))
+    rows = add_norm(hidden, delta, weight, eps, order)
+    gating = _gates(gate_up, len(hidden))
+    if gating is not None and isinstance(rows, Tensor):
+        return down(apply_gated(rows, gating.packed, gating.spec)), hidden
+    return _silu_linear(_run(rows, order, gate_up), down), hidden
+
+
 def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
     if gate_up.shape[1] % 16 or gate_up.shape[1] // 2 > MAX_COLUMNS:
-        return TORCH_OPS.silu_linear(gate_up, linear)
+        return silu_linear(gate_up, linear)
     order = _order(linear, len(gate_up))
     return _run(silu_mul(gate_up, order), order, linear)
 
@@ -92,5 +110,5 @@ def _plan(
     return plan_step(starts, counts, tables, block_size=block_size, shape=shape, device=device, also=also)
 
 
-CUDA_OPS = LayerOps(True, _plan, _rotation, _norm_linear, attend, _silu_linear)
+CUDA_OPS = LayerOps(True, _plan, _rotation, _norm_linear, attend, _gated_mlp)
 """For models and block sizes for which `unsupported` gave None."""

@@ -139,6 +139,23 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
     return ROW_MAJOR if multiplies_int8(weight, spec) else ROUNDED
 
 
+def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
+    """Whether the product of so many tokens by gate and up can leave silu(gate) * up, through `apply_gated`."""
+    choice = choose(spec, tokens, packed[0].device) if tokens else None
+    return isinstance(choice, SkinnyConfig) and skinny.gates(spec, tokens, choice)
+
+
+def apply_gated(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    """silu(gate) * up [M, rows / 2] of x [M, cols], for which `gates` holds."""
+    weight = PackedWeight(*packed)
+    x = arrange_activations(x, weight)
+    choice = choose(spec, len(x), x.device)
+    assert isinstance(choice, SkinnyConfig)
+    out = torch.empty(len(x), spec.rows // 2, dtype=spec.dtype, device=x.device)
+    skinny.multiply(x, None, weight, spec, choice, out, gated=True)
+    return out
+
+
 def multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
     """Whether many tokens go through int8_matmul: both sides int8, one scale a channel, and Triton is there."""
     scheme = spec.scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,11 +20,12 @@ from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import QuantLinear
 
 
-def _kernel(linear: QuantLinear, tokens: int, choice: Choice) -> tuple[str, Macros] | None:
+def _kernel(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> tuple[str, Macros] | None:
     """Source file and macros of the kernel for `tokens` activations; None where it is none of ours."""
     spec, packed = linear.spec, PackedWeight(*linear.packed)
     if isinstance(choice, SkinnyConfig):
-        return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice)
+        gated = gated and linear.bias is None and skinny.gates(spec, tokens, choice)
+        return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
     if isinstance(choice, WideConfig) and wide.supports(packed, spec):
         return "wide", wide.macros(spec, packed.scales.dtype, choice)
     if isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
@@ -41,8 +42,9 @@ def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choic
     return [*few, (BUCKETS[-1] + 1, many)]
 
 
-def precompile(linears: Iterable[object], device: torch.device) -> None:
-    """Bring the machine code of all products by `linears` (those that are ours) into the cache on disk.
+def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:
+    """Bring the machine code of all products by `linears` (those that are ours) into the cache on disk; those whose
+    id is among `gated` are gate and up.
 
     Raises:
         QtoolError: a kernel does not compile.
@@ -52,7 +54,7 @@ def precompile(linears: Iterable[object], device: torch.device) -> None:
     for linear in linears:
         if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
             for tokens, choice in _choices(linear, device):
-                if (found := _kernel(linear, tokens, choice)) is not None:
+                if (found := _kernel(linear, tokens, choice, id(linear) in gated)) is not None:
                     jobs[found[0], tuple(sorted(found[1].items()))] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock
         list(pool.map(lambda job: compile_cuda(source(f"{job[0]}.cu"), arch, dict(job[1]), name=job[0]), jobs))

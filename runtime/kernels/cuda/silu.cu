@@ -1,5 +1,5 @@
 // The gated activation: y [M, K] = silu(gate) * up, of gate and up side by side [M, 2 K]; 16 bits, or int8 (QUANT).
-// Macros: those of rows.cuh; QUANT. Grid: M (with QUANT: and tokens that fill up a block), pieces of UNITS THREADS units.
+// After gated.cuh. Macros: those of rows.cuh; QUANT. Grid: M (with QUANT: and tokens that fill up a block), pieces of UNITS THREADS units.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
@@ -24,7 +24,7 @@ silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
     unpack(from[u][0], gate);
     unpack(from[u][1], up);
 #pragma unroll
-    for (int j = 0; j < 8; j++) x.v[u][j] = __fdividef(gate[j], 1.f + __expf(-gate[j])) * up[j];
+    for (int j = 0; j < 8; j++) x.v[u][j] = gated(gate[j], up[j]);
     const uint4 product = pack(x.v[u]);
 #if QUANT
     unpack(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree

@@ -5,9 +5,10 @@
 // warps, a cluster splits it again over SK blocks; partial sums meet in (distributed) shared memory, without atomics,
 // so results do not depend on timing. Weights are requested before the previous kernel is waited for.
 //
-// Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16 | 8; BF16; SCALE_BF16 (group scales); GROUP 0 (per channel) | 32 | 64 | 128;
+// After gated.cuh. Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16 | 8; BF16; SCALE_BF16 (group scales); GROUP 0 (per channel) | 32 | 64 | 128;
 //   ASYM; CH: chunks of 64 columns a step (GROUP 128 needs 2); MT, NT, KW, SK as above; PF: steps in flight;
-//   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold.
+//   XPF: 1 where activations are loaded with the weights, PF steps ahead; MINB: blocks an SM must hold; GATED: the weight is
+//   gate and up [N / 2 each, a multiple of 16], NT is even, and y [M, N / 2] = silu(gate) * up.
 
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows x 64 columns
 #define SCALES (GROUP ? 64 * CH / (GROUP ? GROUP : 1) : 0)   // scale groups of a step
@@ -62,7 +63,11 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
   u32 groups_before[NT];                                 // scale groups before this tile's first
 #endif
   UNROLL for (int n = 0; n < NT; n++) {
+#if GATED                                                // half of a block's tiles are of gate, half the same of up
+    const int tile = min((int)blockIdx.x * (NT / 2) + n % (NT / 2), tiles / 2 - 1) + (n < NT / 2 ? 0 : tiles / 2);
+#else
     const int tile = min((int)blockIdx.x * NT + n, tiles - 1);
+#endif
     codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + lane;
 #if GROUP || ASYM
     groups_before[n] = GROUP ? (u32)tile * steps * SCALES : tile;
@@ -222,23 +227,23 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
       }
   __syncthreads();
 
-  auto store = [&](int i, float v) {
-    const int token = i / ROWS, n = blockIdx.x * ROWS + i % ROWS;
-    if (n >= N) return;
+  // A sum over K to the product of a token and row n of the weight.
+  auto finish = [&](float v, int token, int n) {
 #if ACT_BITS == 8
     v *= XS[token] * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
 #endif
 #if !GROUP
     v *= __ldg((const float*)S + n);
 #endif
-    Y[(u64)token * N + n] = float_to_act(v);
+    return v;
   };
 #if SK == 1
-  for (int i = threadIdx.x; i < outputs; i += KW * 32) {
+  auto total = [&](int i) {
     float v = 0.f;
     UNROLL for (int j = 0; j < KW; j++) v += partial[j * outputs + i];
-    store(i, v);
-  }
+    return v;
+  };
+  const int worker = threadIdx.x, workers = KW * 32;
 #else
   float* mine = partial + KW * outputs;
   for (int i = threadIdx.x; i < outputs; i += KW * 32) {
@@ -247,11 +252,30 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
     mine[i] = v;
   }
   cluster_sync();
-  for (int i = rank * (KW * 32) + threadIdx.x; i < outputs; i += SK * KW * 32) {
+  auto total = [&](int i) {
     float v = 0.f;
     UNROLL for (int j = 0; j < SK; j++) v += cluster_load((u32)__cvta_generic_to_shared(mine + i), j);
-    store(i, v);
+    return v;
+  };
+  const int worker = rank * (KW * 32) + threadIdx.x, workers = SK * KW * 32;
+#endif
+#if GATED
+#pragma unroll 1                                         // or the compiler spends the registers of two more blocks here
+  for (int i = worker; i < outputs / 2; i += workers) {
+    const int token = i / (ROWS / 2), row = i % (ROWS / 2), n = blockIdx.x * (ROWS / 2) + row;
+    if (n >= N / 2) continue;
+    const int at = token * ROWS + row;
+    const u16 gate = float_to_act(finish(total(at), token, n));
+    const u16 up = float_to_act(finish(total(at + ROWS / 2), token, N / 2 + n));
+    Y[(u64)token * (N / 2) + n] = float_to_act(gated(act_to_float(gate), act_to_float(up)));   // as silu.cu would
   }
+#else
+  for (int i = worker; i < outputs; i += workers) {
+    const int token = i / ROWS, n = blockIdx.x * ROWS + i % ROWS;
+    if (n < N) Y[(u64)token * N + n] = float_to_act(finish(total(i), token, n));
+  }
+#endif
+#if SK > 1
   cluster_sync();                                        // nobody leaves while its sums are being read
 #endif
 }

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
-from qtool.runtime.kernels.cuda.layout import PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.layout import TILE_ROWS, PackedWeight, kernel_group
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 64
+_GATED_WARPS = 20  # that an SM holds at least: at most 102 registers, of which 71 to 80 are used
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,18 @@ def weight_macros(spec: LinearSpec, scale_dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def macros(spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, config: SkinnyConfig) -> Macros:
+def gates(spec: LinearSpec, tokens: int, config: SkinnyConfig) -> bool:
+    """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other.
+
+    That spares a kernel where what follows takes 16 bits; for int8 some kernel has to see the whole row anyway.
+    """
+    whole = spec.rows % (2 * TILE_ROWS) == 0 and config.tiles == 2
+    return whole and tokens <= 8 and not spec.scheme.act_bits
+
+
+def macros(
+    spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, config: SkinnyConfig, *, gated: bool = False
+) -> Macros:
     """All macros of skinny.cu for one product."""
     return weight_macros(spec, scale_dtype) | {
         "CH": 2 if chunks % 2 == 0 else 1,
@@ -67,31 +79,49 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int,
         "SK": config.split,
         "PF": config.prefetch,
         "XPF": int(config.prefetch_x),
-        "MINB": config.min_blocks,
+        # with the last step behind the loop the compiler would take registers that leave room for fewer blocks
+        "MINB": max(config.min_blocks, -(-_GATED_WARPS // config.warps)) if gated else config.min_blocks,
+        "GATED": int(gated),
     }
 
 
-def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, tokens: int, config: SkinnyConfig) -> Kernel:
+def kernel(
+    device: torch.device,
+    packed: PackedWeight,
+    spec: LinearSpec,
+    tokens: int,
+    config: SkinnyConfig,
+    *,
+    gated: bool = False,
+) -> Kernel:
     """The compiled kernel for `tokens` activations of this weight. Raises QtoolError as load_kernel does."""
     limit = config.shared_bytes(8 * token_tiles(tokens))
-    chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config)
+    chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config, gated=gated)
     return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
 
 
 def multiply(
-    x: Tensor, x_scales: Tensor | None, packed: PackedWeight, spec: LinearSpec, config: SkinnyConfig, out: Tensor
+    x: Tensor,
+    x_scales: Tensor | None,
+    packed: PackedWeight,
+    spec: LinearSpec,
+    config: SkinnyConfig,
+    out: Tensor,
+    *,
+    gated: bool = False,
 ) -> None:
     """out [M, N] = x [M, K'] @ weight.T for 1 <= M <= 64.
 
     Args:
         x: in spec.dtype with x_scales None, or int8 and x_scales [M] as from rows.quantize_rows.
         packed: the weight; K' = 64 packed.chunks.
-        out: [M, N] in spec.dtype, contiguous.
+        out: [M, N] in spec.dtype, contiguous; [M, N / 2] where `gated`.
+        gated: the weight, for which `gates` holds, is gate and up, and out = silu(gate) * up.
     """
     tokens = x.shape[0]
     steps = packed.chunks // (2 if packed.chunks % 2 == 0 else 1)
     blocks = -(-packed.tiles // config.tiles)
-    kernel(x.device, packed, spec, tokens, config).launch(
+    kernel(x.device, packed, spec, tokens, config, gated=gated).launch(
         (blocks, config.split, 1),
         config.warps * 32,
         (

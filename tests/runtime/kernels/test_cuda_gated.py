@@ -1,0 +1,101 @@
+"""Products by gate and up that leave silu(gate) * up: against float64, and bit for bit what silu.cu makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtool.quant.scheme import QuantScheme
+from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import skinny
+from qtool.runtime.kernels.cuda.choice import choose
+from qtool.runtime.kernels.cuda.layer_ops import CUDA_OPS
+from qtool.runtime.kernels.cuda.layout import pack_weight
+from qtool.runtime.kernels.cuda.linear import apply_choice, apply_gated, gates
+from qtool.runtime.kernels.cuda.rows import quantize_rows, silu_mul
+from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
+from qtool.runtime.kernels.layer_ops import TORCH_OPS
+from qtool.runtime.models.layers import make_linear
+
+SEED = torch.seed() % (1 << 31)
+CONFIGS = [SkinnyConfig(2, 4), SkinnyConfig(4, 4, prefetch=1), SkinnyConfig(2, 8, 2, prefetch=1, prefetch_x=True)]
+SCHEMES = ["w4g128", "w4g32-asym", "w4g128a8", "w8", "w8g64", "w8a8", "w4g64a8-asym"]
+
+
+def make_weight(rows: int, cols: int, scheme: QuantScheme) -> QuantizedWeight:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    levels, groups = 1 << scheme.bits, scheme.num_groups(cols)
+    scale = (torch.rand(rows, groups, generator=generator, device="cuda") + 0.5) * (3.5 / levels / cols**0.5)
+    codes = torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8, device="cuda")
+    zero = None if scheme.symmetric else torch.full_like(scale, levels // 2 - 1, dtype=torch.uint8)
+    return QuantizedWeight(codes, scale.half(), zero, scheme)
+
+
+def test_only_whole_tiles_of_both_halves_gate() -> None:
+    spec = LinearSpec(416, 128, QuantScheme(4, 32))
+    assert skinny.gates(spec, 8, SkinnyConfig(2, 4))
+    assert not skinny.gates(spec, 9, SkinnyConfig(2, 4))
+    assert not skinny.gates(spec, 8, SkinnyConfig(1, 4))
+    assert not skinny.gates(LinearSpec(400, 128, QuantScheme(4, 32)), 8, SkinnyConfig(2, 4))  # 12.5 tiles each
+    assert not skinny.gates(LinearSpec(416, 128, QuantScheme(4, 32, act_bits=8)), 8, SkinnyConfig(2, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_product_leaves_what_silu_makes_of_it(name: str, dtype: torch.dtype) -> None:
+    scheme = QuantScheme.parse(name)
+    for rows, cols in [(416, 1152), (32, 256)]:  # 13 tiles each, and one
+        weight = make_weight(rows, cols, scheme)
+        spec = LinearSpec(rows, cols, scheme, dtype=dtype)
+        packed = pack_weight(weight, scheme.act_bits or 16, torch.device("cuda"))
+        for tokens in (1, 5, 8, 13, 30):
+            x = torch.randn(tokens, cols, device="cuda").to(dtype)
+            rounded = quantize_rows(x, 0) if scheme.act_bits else None
+            for config in CONFIGS:
+                if config.split > 1 and torch.cuda.get_device_capability()[0] < 9:
+                    continue
+                out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
+                given = (x, None) if rounded is None else (rounded.codes, rounded.scales)
+                skinny.multiply(*given, packed, spec, config, out, gated=True)
+                want = silu_mul(apply_choice(x, packed, spec, config), None)
+                assert torch.equal(out, want), (name, rows, tokens, config, SEED)
+            gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, dim=1)
+            exact = functional.silu(gate) * up
+            error = float((out.double() - exact).norm() / exact.norm())
+            assert error < (0.02 if scheme.act_bits else 1e-3 if dtype == torch.float16 else 8e-3), (name, error, SEED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w4g128-order"])
+def test_a_block_agrees_with_torch(name: str) -> None:
+    """gated_mlp with and without a gating product, and of columns in act-order."""
+    scheme, device = QuantScheme.parse(name.removesuffix("-order")), torch.device("cuda")
+    hidden, inner = 256, 352
+    gate_up, down = make_weight(2 * inner, hidden, scheme), make_weight(hidden, inner, QuantScheme(8))
+    if name.endswith("order"):
+        order = (torch.randperm(hidden, device=device) * 2 // hidden).int()
+        gate_up = QuantizedWeight(gate_up.codes, gate_up.scale, None, scheme, order)
+    ours = [make_linear([w], [None], torch.float16, device) for w in (gate_up, down)]
+    exact = [w.dequantize(torch.float64) for w in (gate_up, down)]
+    assert isinstance(ours[0], QuantLinear)
+    packing, spec = ours[0].packed, ours[0].spec
+    norm = torch.rand(hidden, device=device).half() + 0.5
+    found = {}
+    for tokens in (1, 4, 16, 300):
+        x, delta = torch.randn(2, tokens, hidden, device=device).half()
+        linears = [lambda y, w=w: functional.linear(y, w) for w in exact]
+        want, stream = TORCH_OPS.gated_mlp(x.double(), delta.double(), norm.double(), 1e-5, *linears)
+        got, kept = CUDA_OPS.gated_mlp(x.clone(), delta, norm, 1e-5, *ours)
+        assert float((kept.double() - stream).norm() / stream.norm()) < 1e-3
+        assert float((got.double() - want).norm() / want.norm()) < (0.03 if scheme.act_bits else 3e-3), (name, tokens)
+        found[tokens] = gates(tokens, packing, spec)
+        if found[tokens]:
+            y = torch.randn(tokens, hidden, device=device).half()
+            packed = pack_weight(gate_up, scheme.act_bits or 16, device)
+            both = apply_choice(y, packed, spec, choose(spec, tokens, device))
+            assert torch.equal(apply_gated(y, packing, spec), silu_mul(both, None))
+    assert found[1] == (scheme.act_bits is None)
+    assert not found[300]

@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-2-7b", choices=SHAPES)
     modes = f"of {', '.join(MODES)}, each with or without -h8"
     parser.add_argument("--modes", default="fp16,w4:int8,w4a8:int8,w8a8:int8", help=modes)
+    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--in-flight", default="64,256", help="of 64 and 256")
     parser.add_argument("--prompts", default="512,2048", help="lengths for the time to the first token")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no further mode begins")
@@ -75,7 +76,7 @@ def main() -> int:
     loads = [LOADS[int(n)] for n in args.in_flight.split(",") if n]
     prompts = [int(n) for n in args.prompts.split(",") if n]
     figures: list[dict[str, object]] = []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.shape}, float16", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.shape}, {args.dtype}", flush=True)
     begin = time.perf_counter()
     for name in args.modes.split(","):
         if time.perf_counter() - begin > args.deadline:
@@ -84,7 +85,15 @@ def main() -> int:
         mode, _, kv = name.partition(":")
         started = time.perf_counter()
         device = torch.device("cuda", torch.cuda.current_device())
-        bench = open_bench(args.shape, mode, kv_mode=kv or "float", device=device, loads=loads, prompts=prompts)
+        bench = open_bench(
+            args.shape,
+            mode,
+            kv_mode=kv or "float",
+            device=device,
+            loads=loads,
+            prompts=prompts,
+            dtype=getattr(torch, args.dtype),
+        )
         found = run_mode(bench, args.shape, mode, loads, prompts)
         figures.append(asdict(found))
         many = ", ".join(f"{n} at once {v:,.0f} tok/s" for n, v in found.many.items())

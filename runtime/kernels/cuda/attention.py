@@ -71,17 +71,23 @@ def blocks_per_sm(shape: AttentionShape) -> int:
 
 
 def split_contexts(sequences: int, kv_heads: int, longest: int, slots: int) -> Split:
-    """The fastest cut of contexts of up to `longest` tokens on a device that holds `slots` blocks at once: rounds over
-    it by what a block takes. Where there are blocks enough without, shorter contexts are cut into fewer pieces."""
+    """How contexts of up to `longest` tokens are cut on a device that holds `slots` blocks at once.
+
+    Where whole contexts leave slots idle: into as many pieces as fill them, none shorter than a tile for each warp, so
+    that a context's pieces depend on its own length, not on `longest`, while there are slots for all of them. Else by
+    the least cost, which is rounds over the device by what a block takes, and shorter contexts into fewer pieces.
+    """
     blocks = max(1, sequences * kv_heads)
     most = max(1, min(-(-longest // (_TILE * WARPS)), _MAX_SHARES))
+    if blocks < slots:
+        return Split(min(most, slots // blocks), WARPS)
 
     def cost(shares: int) -> float:
         rounds = -(-blocks * shares // slots)
         return rounds * (longest / shares + _BLOCK_TOKENS + (_SUM_TOKENS if shares > 1 else 0))
 
     shares = min(range(1, most + 1), key=cost)
-    return Split(shares, WARPS if blocks < slots else max(WARPS, -(-longest // (_TILE * shares))))
+    return Split(shares, max(WARPS, -(-longest // (_TILE * shares))))
 
 
 def split_decodes(sequences: int, shape: AttentionShape, longest: int, device: torch.device) -> Split:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.attention import WARPS, attend, plan_step, split_contexts
+from qtool.runtime.kernels.cuda.attention import WARPS, Split, attend, plan_step, split_contexts
 from qtool.runtime.kernels.kv_cache import KVCache, make_kv_cache
 from qtool.runtime.kernels.layer_ops import AttentionShape
 
@@ -163,8 +163,20 @@ def test_contexts_are_cut_as_it_pays() -> None:
         split_contexts(102, 8, 548, slots).shares == 1
     )  # two rounds of whole contexts beat four of halves with their sums
     assert split_contexts(80, 8, 4096, slots).shares == 4  # five rounds of quarters beat two of whole ones
-    assert split_contexts(1, 8, 100, slots).shares == 1  # summing up would take longer than 100 tokens
+    assert split_contexts(1, 8, 100, slots).shares == 2  # no piece shorter than a tile for each warp
     assert split_contexts(1, 1, 1 << 20, slots).shares == 32
+
+
+def test_pieces_depend_on_their_own_context_alone_where_blocks_are_few() -> None:
+    """So a captured decode, which does not know the longest context, sums up as one that does."""
+
+    def pieces(context: int, split: Split) -> int:
+        tiles = -(-context // 16)
+        return -(-tiles // max(-(-tiles // split.shares), split.least_tiles))
+
+    for context in range(1, 512):
+        alone, among = (split_contexts(5, 4, longest, 4 * 132) for longest in (context, 512))
+        assert pieces(context, alone) == pieces(context, among) == -(-context // 64)
 
 
 def test_short_contexts_are_cut_small_only_where_blocks_are_few() -> None:

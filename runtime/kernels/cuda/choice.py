@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.kernels.cuda import gemm
+from qtool.runtime.kernels.cuda import gemm, gemm16
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.nvrtc import cache_folder
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
@@ -25,16 +26,23 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
+MORE_BUCKETS = (512, 1024, 2048)
+"""Further ones of products with 16-bit activations."""
 
-Choice = SkinnyConfig | WideConfig | GemmConfig | None
+Choice = SkinnyConfig | WideConfig | GemmConfig | Gemm16Config | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
 
-_KINDS = {SkinnyConfig: "skinny", WideConfig: "wide", GemmConfig: "gemm"}
+_KINDS = {SkinnyConfig: "skinny", WideConfig: "wide", GemmConfig: "gemm", Gemm16Config: "gemm16"}
 
 
-def bucket_of(tokens: int) -> int | None:
+def buckets_of(spec: LinearSpec) -> tuple[int, ...]:
+    """The buckets of such a product."""
+    return BUCKETS if spec.scheme.act_bits else BUCKETS + MORE_BUCKETS
+
+
+def bucket_of(spec: LinearSpec, tokens: int) -> int | None:
     """The bucket that serves `tokens`; None beyond the largest."""
-    return next((b for b in BUCKETS if tokens <= b), None)
+    return next((b for b in buckets_of(spec) if tokens <= b), None)
 
 
 def key(spec: LinearSpec, bucket: int) -> str:
@@ -62,6 +70,8 @@ def decode(entry: list[str | int]) -> Choice:
         return WideConfig(*numbers)
     if kind == "gemm" and len(numbers) == 2:
         return GemmConfig(numbers[0], bool(numbers[1]))
+    if kind == "gemm16" and len(numbers) == 3:
+        return Gemm16Config(*numbers)
     raise QtoolError(f"the kernel table has an entry that is no choice: {entry}")
 
 
@@ -108,16 +118,17 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
 
     Args:
         spec: the linear.
-        bucket: of BUCKETS.
+        bucket: of buckets_of(spec).
         capability: of the device; Hopper (9, 0) has warpgroup tensor cores.
         num_sms: streaming multiprocessors of the device.
     """
     int8, symmetric = spec.scheme.act_bits is not None, spec.scheme.symmetric
     few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
-    # From here on gemm.cu was the faster: over int8 activations, and over 16-bit ones where its tiles fill the device.
-    if capability == (9, 0) and bucket >= 128 and (int8 or spec.rows * bucket >= 6144 * 256):
+    if capability == (9, 0) and bucket > few and not int8:
+        return gemm16.candidates(spec, bucket, num_sms)[0]
+    if capability == (9, 0) and bucket >= 128:  # from here on gemm.cu was the faster
         return gemm.pick(spec, bucket, num_sms, exact=True)
-    if bucket > few and capability == (9, 0) and (symmetric or not int8):
+    if bucket > few and capability == (9, 0) and symmetric:
         blocks = -(-spec.rows // 128)
         split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
         return WideConfig(min(bucket, 64), warpgroups=2, split=split, prefetch=2, min_blocks=2)
@@ -136,10 +147,21 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
 def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
     """The kernel for `tokens` activations on `device`."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    bucket = bucket_of(tokens)
+    bucket = bucket_of(spec, tokens)
     if bucket is not None:
         return _choose(spec, bucket, index)
-    return gemm.pick(spec, tokens, num_sms(index)) if _is_hopper(index) else None
+    if not _is_hopper(index):
+        return None
+    if spec.scheme.act_bits:
+        return gemm.pick(spec, tokens, num_sms(index))
+    return gemm16.candidates(spec, tokens, num_sms(index))[0]
+
+
+def serves(choice: Choice, spec: LinearSpec) -> bool:
+    """Whether a choice is for such activations: tables of earlier versions named others."""
+    if isinstance(choice, Gemm16Config):
+        return not spec.scheme.act_bits
+    return spec.scheme.act_bits is not None or not isinstance(choice, WideConfig | GemmConfig)
 
 
 @functools.cache
@@ -151,6 +173,6 @@ def _is_hopper(device_index: int) -> bool:
 def _choose(spec: LinearSpec, bucket: int, device_index: int) -> Choice:
     properties = torch.cuda.get_device_properties(device_index)
     entry = _table(properties.name).get(key(spec, bucket))
-    if entry is not None:
-        return decode(entry)
+    if entry is not None and serves(choice := decode(entry), spec):
+        return choice
     return rule(spec, bucket, (properties.major, properties.minor), properties.multi_processor_count)

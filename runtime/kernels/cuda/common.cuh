@@ -29,6 +29,11 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same without making memory visible: all have come so far.
+DEVICE void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // The float at shared address `address` of block `rank` of this cluster.
 DEVICE float cluster_load(u32 address, int rank) {
   u32 remote;
@@ -56,6 +61,9 @@ DEVICE uint4 load_activations(const void* p) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
   return r;
 }
+
+// Where a lane's 16 bytes lie among those of its warp, in weights for 16-bit activations (layout.py).
+DEVICE int unit_place(int lane) { return lane ^ (lane >> 3); }
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -131,35 +139,36 @@ DEVICE ZeroPoint zero_point(u32 z) {
 }
 
 #if WEIGHT_BITS == 4
-// One word of a lane: the A fragment of m16n8k16, rows g (a0, a2) and g + 8 (a1, a3).
+// Two columns each of rows g and g + 8 in two halves of the word's nibbles: the A fragment of m16n8k16, rows g (a0, a2) and
+// g + 8 (a1, a3).
 DEVICE void codes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4]) {
 #if !BF16
   const u32 q8 = q >> 8;
   a[0] = half_sub2(mask_or(q, 0x000f000fu, 0x64006400u), z0.low);
-  a[2] = half_fma2(mask_or(q, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z0.high);   // (1024 + 16 q) / 16 - 64 - z
-  a[1] = half_sub2(mask_or(q8, 0x000f000fu, 0x64006400u), z1.low);
+  a[1] = half_fma2(mask_or(q, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);   // (1024 + 16 q) / 16 - 64 - z
+  a[2] = half_sub2(mask_or(q8, 0x000f000fu, 0x64006400u), z0.low);
   a[3] = half_fma2(mask_or(q8, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);
 #else
   a[0] = bf16_fma2(mask_or(q, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
-  a[2] = bf16_fma2(mask_or(q >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
-  a[1] = bf16_fma2(mask_or(q >> 8, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+  a[1] = bf16_fma2(mask_or(q >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+  a[2] = bf16_fma2(mask_or(q >> 8, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
   a[3] = bf16_fma2(mask_or(q >> 12, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
 #endif
 }
 #else
-// Four codes of one row (bytes of `q`): two words of two.
-DEVICE void bytes_to_acts(u32 q, ZeroPoint z, u32& low, u32& high) {
+// Two codes (bytes) of row g and two of row g + 8.
+DEVICE void bytes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32& a0, u32& a1) {
 #if !BF16
-  low = half_sub2(__byte_perm(q, 0x64646464u, 0x4140), z.low);
-  high = half_sub2(__byte_perm(q, 0x64646464u, 0x4342), z.low);
+  a0 = half_sub2(__byte_perm(q, 0x64646464u, 0x4140), z0.low);
+  a1 = half_sub2(__byte_perm(q, 0x64646464u, 0x4342), z1.low);
 #else
-  const float zero = __int_as_float((int)z.low);
-  const float b0 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7650)) - zero;
-  const float b1 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7651)) - zero;
-  const float b2 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7652)) - zero;
-  const float b3 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7653)) - zero;
-  low = floats_to_acts(b0, b1);
-  high = floats_to_acts(b2, b3);
+  const float zero0 = __int_as_float((int)z0.low), zero1 = __int_as_float((int)z1.low);
+  const float b0 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7650)) - zero0;
+  const float b1 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7651)) - zero0;
+  const float b2 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7652)) - zero1;
+  const float b3 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7653)) - zero1;
+  a0 = floats_to_acts(b0, b1);
+  a1 = floats_to_acts(b2, b3);
 #endif
 }
 #endif

@@ -9,11 +9,11 @@
 // The code of row g (row = 0) or g + 8 (1) and column 32 h + 8 t + j of a lane's chunk.
 DEVICE int code_at(const uint4 (&q)[LOADS], int row, int h, int j) {
 #if WEIGHT_BITS == 4 && ACT_BITS == 16
-  return (word(q[0], 2 * h + (j >> 2)) >> (4 * (2 * row + ((j >> 1) & 1) + 4 * (j & 1)))) & 15;
+  return (word(q[0], j >> 1) >> (4 * (row + 2 * h + 4 * (j & 1)))) & 15;
 #elif WEIGHT_BITS == 4
   return ((word(q[0], 2 * h + (j >> 2)) >> (8 * (j & 3) + 4 * row)) & 15) ^ 8;
 #elif ACT_BITS == 16
-  return (word(q[h], 2 * (j >> 2) + row) >> (8 * (j & 3))) & 255;
+  return (word(q[h], j >> 1) >> (8 * (2 * row + (j & 1)))) & 255;
 #else
   return ((word(q[h], 2 * (j >> 2) + row) >> (8 * (j & 3))) & 255) ^ 128;
 #endif
@@ -28,9 +28,10 @@ dequantize(const uint4* __restrict__ W, const void* __restrict__ S, const u16* _
   const int tile = first_tile + blockIdx.y, chunk = blockIdx.x * WARPS + (threadIdx.x >> 5);
   pdl_wait();
   if (chunk >= chunks) return;
+  const int place = ACT_BITS == 16 ? unit_place(lane) : lane;
   uint4 q[LOADS];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) q[i] = load_weights(W + ((u64)tile * chunks + chunk) * (LOADS * 32) + i * 32 + lane);
+  for (int i = 0; i < LOADS; i++) q[i] = load_weights(W + ((u64)tile * chunks + chunk) * (LOADS * 32) + i * 32 + place);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #if GROUP

@@ -24,9 +24,12 @@ _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MOST_ARGUMENTS = 64  # of a kernel
 _DEFAULT_SHARED = 48 * 1024  # bytes a block may use without asking
+_MAP_BYTES = 128  # of a CUtensorMap; its address is a multiple of 64
+_MAP_UINT16, _MAP_UINT32, _MAP_SWIZZLE_128, _MAP_L2_256 = 1, 2, 3, 3  # CU_TENSOR_MAP_...
+_MOST_STRUCTURE = 4 * _MAP_BYTES  # of a kernel's last argument
 
-Argument = torch.Tensor | int | float
-"""A kernel argument: a tensor's address, a 32-bit int or a 32-bit float."""
+Argument = torch.Tensor | int | float | bytes
+"""A kernel argument: a tensor's address, a 32-bit int, a 32-bit float, or as the last one a structure's bytes."""
 
 
 class _Attribute(ctypes.Structure):
@@ -65,7 +68,7 @@ class _Room(threading.local):
     """Where a thread's launches lay out their arguments: the driver copies them before it returns."""
 
     def __init__(self) -> None:
-        self.slots = ctypes.create_string_buffer(8 * _MOST_ARGUMENTS)
+        self.slots = ctypes.create_string_buffer(8 * _MOST_ARGUMENTS + _MOST_STRUCTURE)
         base = ctypes.addressof(self.slots)
         self.pointers = (ctypes.c_void_p * _MOST_ARGUMENTS)(*range(base, base + 8 * _MOST_ARGUMENTS, 8))
 
@@ -75,10 +78,13 @@ _room = _Room()
 
 @functools.cache
 def _layout(kinds: tuple[type, ...]) -> struct.Struct:
-    """Arguments of these types, 8 bytes each."""
+    """Arguments of these types, 8 bytes each, a structure more."""
     if len(kinds) > _MOST_ARGUMENTS:
         raise ValueError(f"a kernel takes at most {_MOST_ARGUMENTS} arguments, got {len(kinds)}")
-    return struct.Struct("=" + "".join("i4x" if issubclass(k, int) else "f4x" if k is float else "Q" for k in kinds))
+    if bytes in kinds[:-1]:
+        raise ValueError("a structure is a kernel's last argument")
+    codes = {float: "f4x", bytes: f"{_MOST_STRUCTURE}s"}
+    return struct.Struct("=" + "".join("i4x" if issubclass(k, int) else codes.get(k, "Q") for k in kinds))
 
 
 def pack_arguments(args: Sequence[Argument]) -> Any:
@@ -162,6 +168,32 @@ class Kernel:
             _check(status, f"launch of kernel {self.name} ({shape})")
 
 
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    address: int, rows: int, columns: int, box_rows: int, box_columns: int, bytes_each: int, *, swizzle: bool = False
+) -> bytes:
+    """A description of a matrix for the tensor copy engine (CUtensorMap; Hopper and later), to pass to a kernel.
+
+    Args:
+        address: of [rows, columns] numbers of 2 or 4 bytes, contiguous, 16-byte aligned; a row is 16 n bytes.
+        box_rows, box_columns: what one copy brings, at most 256 each, zeros beyond the matrix.
+        bytes_each: 2 or 4.
+        swizzle: shared memory takes the box in the 128-byte swizzle (rows of 128 bytes), else row by row.
+
+    Raises:
+        QtoolError: the driver refuses.
+    """
+    room = ctypes.create_string_buffer(_MAP_BYTES + 64)
+    at = -(-ctypes.addressof(room) // 64) * 64
+    sizes, pitch = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(columns * bytes_each)
+    box, every = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    kind = _MAP_UINT16 if bytes_each == 2 else _MAP_UINT32
+    what = (kind, 2, ctypes.c_void_p(address), sizes, pitch, box, every, 0, _MAP_SWIZZLE_128 * swizzle, _MAP_L2_256, 0)
+    status = _cuda().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *what)
+    _check(status, f"description of a matrix [{rows}, {columns}]")
+    return ctypes.string_at(at, _MAP_BYTES)
+
+
 @functools.cache
 def arch_of(device_index: int) -> str:
     """`sm_90a` for Hopper (its own instructions come with the suffix), else like `sm_80`."""
@@ -172,6 +204,7 @@ def arch_of(device_index: int) -> str:
 _HEADERS = {  # common.cuh alone for every other file
     "wide.cu": ("common.cuh", "hopper.cuh"),
     "gemm.cu": ("common.cuh", "hopper.cuh"),
+    "gemm16.cu": ("common.cuh", "hopper.cuh"),
     "flash.cu": ("common.cuh", "hopper.cuh", "exp2.cuh"),
     "rotate.cu": ("common.cuh", "rotate.cuh"),
     "decode_attention.cu": ("common.cuh", "rotate.cuh", "exp2.cuh"),

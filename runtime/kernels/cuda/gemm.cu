@@ -1,22 +1,23 @@
-// y [M, N] = x [M, K] @ weight.T for hundreds of tokens and more, on Hopper's warpgroup tensor cores: bound by those.
+// y [M, N] = x [M, K] @ weight.T with int8 activations for hundreds of tokens and more, on Hopper's warpgroup tensor cores:
+// bound by those.
 //
 // One block a multiprocessor, which takes tiles of 128 rows of the weight and TOKENS tokens in turn. A producer
 // warpgroup brings weights and activations into a ring of STAGES steps of K by bulk copies; two warpgroups of 64 rows each make
 // fragments of the weights in registers (the A operand, as in wide.cu) while the step before multiplies, and wgmma reads
 // the activations from shared memory. Results leave through shared memory, transposed, in whole lines.
 //
-// A step is 128 bytes of a token: 128 int8 columns, 64 of 16 bits; arrange.cu or rows.cuh has put them into the order of
-// the weights' columns. 16-bit activations: group scales multiply the weights in the activations' type, sums are
-// float32. Int8 activations: sums are exact within a scale group, then float32. PROGRESSIVE: every 4-bit weight is brought
-// to its row's largest scale and rounded to 8 bits, so that one sum serves the whole row (progressive group quantization:
-// Lin et al. 2024, arXiv 2405.04532, here with ratios that are not whole numbers).
+// A step is 128 columns; rows.cuh has put them into the order of the weights' columns. Sums are exact within a scale group,
+// then float32. PROGRESSIVE: every 4-bit weight is brought to its row's largest scale and rounded to 8 bits, so that one sum
+// serves the whole row (progressive group quantization: Lin et al. 2024, arXiv 2405.04532, here with ratios that are not
+// whole numbers).
 //
-// Macros: WEIGHT_BITS; ACT_BITS; BF16; SCALE_BF16; GROUP; ASYM (with ACT_BITS 8: WEIGHT_BITS 4 alone) as in skinny.cu;
-//   PROGRESSIVE (WEIGHT_BITS 4, ACT_BITS 8 and a GROUP alone); TOKENS 64 | 128 | 256 of a tile; STAGES. After hopper.cuh. Int8: the weight has an even number of chunks.
+// Macros: WEIGHT_BITS; ACT_BITS 8; BF16; SCALE_BF16; GROUP; ASYM (WEIGHT_BITS 4 alone) as in skinny.cu; PROGRESSIVE
+//   (WEIGHT_BITS 4 and a GROUP alone); TOKENS 64 | 128 | 256 of a tile; STAGES. After hopper.cuh. The weight has an even
+//   number of chunks.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
-#define CHUNKS (16 / ACT_BITS)                           // of a step
+#define CHUNKS 2                                         // of a step
 #define COLUMNS (CHUNKS * 64)
 #define SCALES (!GROUP || GROUP >= COLUMNS ? 1 : COLUMNS / (GROUP ? GROUP : 1))  // scale groups of a step
 #define TILES 8                                          // of 16 rows, one a warp
@@ -25,7 +26,7 @@
 #define STAGE_BYTES (X_BYTES + TILES * W_BYTES)
 #define THREADS 384                                      // two warpgroups that multiply, one that copies
 #define OUT_BYTES (64 * 128)                             // of a warpgroup: 64 tokens of its 64 rows
-#define BY_GROUP (ACT_BITS == 8 && GROUP && !PROGRESSIVE)               // sums of a scale group apart from those of all
+#define BY_GROUP (GROUP && !PROGRESSIVE)                 // sums of a scale group apart from those of all
 #if BY_GROUP
 typedef float Sum;
 #else
@@ -69,26 +70,7 @@ DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r
 // Fragment s of a step: 32 bytes of a token.
 DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[4]) {
   [[maybe_unused]] const int group = s * SCALES / 4;
-#if ACT_BITS == 16
-#if ASYM
-  const ZeroPoint z0 = zero_point(by.zero[group] & 255), z1 = zero_point(by.zero[group] >> 8);
-#else
-  const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
-#endif
-#if WEIGHT_BITS == 4
-  codes_to_acts(word(codes.q[0][0], s), z0, z1, f);
-#else
-  bytes_to_acts(word(codes.q[0][s >> 1], 2 * (s & 1)), z0, f[0], f[2]);
-  bytes_to_acts(word(codes.q[0][s >> 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
-#endif
-#if GROUP
-  const u32 s0 = scale_pair(by.scale[group], 0), s1 = scale_pair(by.scale[group], 1);
-  f[0] = mul2(f[0], s0);
-  f[1] = mul2(f[1], s1);
-  f[2] = mul2(f[2], s0);
-  f[3] = mul2(f[3], s1);
-#endif
-#elif WEIGHT_BITS == 8
+#if WEIGHT_BITS == 8
   UNROLL for (int k = 0; k < 4; k++) f[k] = word(codes.q[s >> 1][s & 1], k);
 #else
   const u32 q0 = word(codes.q[s >> 1][0], 2 * (s & 1)), q1 = word(codes.q[s >> 1][0], 2 * (s & 1) + 1);
@@ -122,7 +104,7 @@ DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[
 #endif
 }
 
-#define CODE_UNIT (ACT_BITS == 8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)
+#define CODE_UNIT (WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)
 
 DEVICE uint4 load_shared(u32 at) {
   uint4 v;
@@ -136,7 +118,7 @@ DEVICE void store_transposed(u32 at, const u32 (&v)[4]) {
 }
 DEVICE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-// W, S, Z as in skinny.cu; X as from arrange.cu, or rows.cuh with float scales XS [M].
+// W, S, Z as in skinny.cu; X from rows.cuh with float scales XS [M].
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS, u16* Y,
      int M, int N, int chunks) {
@@ -340,12 +322,8 @@ gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict
       UNROLL for (int j = c * 8; j < c * 8 + 8; j += 2) {
         u32 v[4];
         UNROLL for (int k = 0; k < 2; k++) {
-          float x0 = 1.f, x1 = 1.f;
-#if ACT_BITS == 8
           const int token = first_token + (j + k) * 8 + t * 2;
-          x0 = XS[min(token, M - 1)];
-          x1 = XS[min(token + 1, M - 1)];
-#endif
+          const float x0 = XS[min(token, M - 1)], x1 = XS[min(token + 1, M - 1)];
           const Sum (&d)[4] = sum[j + k];
           v[2 * k] = floats_to_acts((float)d[0] * gain[0] * x0, (float)d[1] * gain[0] * x1);
           v[2 * k + 1] = floats_to_acts((float)d[2] * gain[1] * x0, (float)d[3] * gain[1] * x1);

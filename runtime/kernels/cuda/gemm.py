@@ -1,4 +1,4 @@
-"""Launch of gemm.cu: the product for hundreds of tokens and more, bound by Hopper's tensor cores.
+"""Launch of gemm.cu: the product with int8 activations for hundreds of tokens and more, bound by Hopper's tensor cores.
 
 Int4 weights with scale groups and int8 activations have two ways. The exact one sums each group apart in int32 and adds
 the sums in float32. The progressive one (GemmConfig.progressive; progressive group quantization, Lin et al. 2024, arXiv
@@ -45,7 +45,7 @@ class GemmConfig:
 
 def has_groups(spec: LinearSpec) -> bool:
     """Whether integer sums have to be scaled group by group."""
-    return spec.scheme.act_bits is not None and spec.scheme.group_size > 0
+    return spec.scheme.group_size > 0
 
 
 def configs(spec: LinearSpec, *, exact: bool) -> list[GemmConfig]:
@@ -58,16 +58,14 @@ def configs(spec: LinearSpec, *, exact: bool) -> list[GemmConfig]:
 
 
 def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
-    """Whether gemm.cu multiplies by this weight: int8 activations want whole steps of 128 columns, and codes less their
-    zero points in 8 bits."""
-    if not spec.scheme.act_bits:
-        return True
-    return packed.chunks % 2 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
+    """Whether gemm.cu multiplies by this weight: int8 activations, whole steps of 128 columns, codes less their zero
+    points in 8 bits."""
+    fits = packed.chunks % 2 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
+    return spec.scheme.act_bits is not None and fits
 
 
 # Nanoseconds of a step of K by tokens of a tile, measured on an H200.
 _STEP_NS = {
-    "16 bits": {64: 325, 128: 445, 256: 740},
     "one sum": {64: 295, 128: 405, 256: 750},
     "sums by group": {64: 390, 128: 590},
     "progressive": {64: 520, 128: 595, 256: 745},
@@ -75,8 +73,6 @@ _STEP_NS = {
 
 
 def _kind(spec: LinearSpec, config: GemmConfig) -> str:
-    if not spec.scheme.act_bits:
-        return "16 bits"
     return "progressive" if config.progressive else "sums by group" if has_groups(spec) else "one sum"
 
 
@@ -95,8 +91,7 @@ def pick(spec: LinearSpec, tokens: int, num_sms: int, *, exact: bool = False) ->
 
 
 def _stage_bytes(spec: LinearSpec, config: GemmConfig) -> int:
-    act_bits = spec.scheme.act_bits or 16
-    return config.tokens * 128 + _TILES * (16 // act_bits) * (spec.scheme.bits // 4) * 512
+    return config.tokens * 128 + _TILES * 2 * (spec.scheme.bits // 4) * 512
 
 
 def stages(spec: LinearSpec, config: GemmConfig) -> int:
@@ -130,7 +125,7 @@ def multiply(
     """out [M, N] = x @ weight.T.
 
     Args:
-        x, x_scales: from wide.prepare.
+        x, x_scales: as from rows.quantize_rows in the order config.tokens.
         packed: a weight for which `supports` holds.
         out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
     """

@@ -5,6 +5,11 @@ time; lane 4 g + t (g < 8, t < 4) holds rows g and g + 8 and, for h in 0, 1, the
 lane's activations of a chunk are two runs of 16 bytes, and its weights 16 bytes (4 bits) or 32 (8 bits). The tensor
 cores contract over columns in any order, as long as both operands agree; this order is theirs.
 
+For 16-bit activations, word v of a lane's 16 bytes holds columns 8 t + 2 v, 8 t + 2 v + 1 of both h (8 bits: of one).
+So a lane of skinny.cu finds all of its columns in its own 16 bytes, and ldmatrix, which hands word v of four lanes t to
+lane v, gives gemm16.cu what the tensor cores want beside activations that lie as they come. Units of 16 bytes are
+exchanged within 128 (lane i lies at place i xor i / 8), for ldmatrix to meet no bank conflicts.
+
 Nothing is padded to more than 16 rows and 64 columns: kernels mask the rows beyond N.
 """
 
@@ -30,7 +35,7 @@ class PackedWeight:
     """One weight in kernel order, on one device.
 
     Attributes:
-        codes: [tiles, chunks, bits / 4, 32 lanes, 4] int32.
+        codes: [tiles, chunks, bits / 4, 32 places, 4] int32.
         scales: [tiles, groups, 8, 2] float16 or bfloat16 (rows g and g + 8 side by side), or [N] float32 per channel.
         zeros: [tiles, groups, 8, 2] uint8, groups = 1 per channel; empty where symmetric.
         columns: [64 chunks] int64, which column of x each one multiplies (K: none); empty where they are 0, 1, 2, ...
@@ -94,17 +99,21 @@ def _fragments(codes: Tensor, bits: int, act_bits: int) -> Tensor:
     """[16 T, 64 C] uint8 codes → [T, C, bits / 4, 32, 4] int32 in the order of one lane's loads."""
     tiles, chunks = codes.shape[0] // TILE_ROWS, codes.shape[1] // CHUNK_COLS
     u = codes.view(tiles, 2, 8, chunks, 2, 4, 8)  # tile, row half, g, chunk, h, t, j
-    if bits == 4 and act_bits == 16:
-        # Word 2 h + (j >> 2), nibble 2 row + ((j >> 1) & 1) + 4 (j & 1): see codes_to_acts in common.cuh.
-        v = u.view(tiles, 2, 8, chunks, 2, 4, 2, 2, 2)  # ..., j >> 2, (j >> 1) & 1, j & 1
-        b = v[..., 0, :] | (v[..., 1, :] << 4)  # tile, row, g, chunk, h, t, j >> 2, j & 1
-        lanes = b.permute(0, 3, 2, 5, 4, 6, 7, 1)  # tile, chunk, g, t, h, j >> 2, j & 1, row
-    elif bits == 4:
+    if act_bits == 16:
+        v = u.view(tiles, 2, 8, chunks, 2, 4, 4, 2)  # ..., t, v = j >> 1, e = j & 1
+        if bits == 4:  # word v, nibble row half + 2 h + 4 e: see codes_to_acts in common.cuh
+            lanes = (v[:, 0] | (v[:, 1] << 4)).permute(0, 2, 1, 4, 5, 6, 3)  # tile, chunk, g, t, v, e, h
+        else:  # load h, word v, byte 2 row half + e
+            lanes = v.permute(0, 3, 4, 2, 5, 6, 1, 7)  # tile, chunk, h, g, t, v, row half, e
+        places = torch.arange(32, device=codes.device)
+        units = lanes.reshape(tiles, chunks, bits // 4, 32, 16)[:, :, :, places ^ (places >> 3)]
+        return units.view(-1).view(torch.int32).view(tiles, chunks, bits // 4, 32, 4)
+    if bits == 4:
         v = u ^ 8  # two's complement nibbles; word 2 h + (j >> 2), byte j & 3, low nibble row g
         b = v[:, 0] | (v[:, 1] << 4)  # tile, g, chunk, h, t, j
         lanes = b.permute(0, 2, 1, 4, 3, 5)  # tile, chunk, g, t, h, j
     else:
-        v = (u if act_bits == 16 else u ^ 128).view(tiles, 2, 8, chunks, 2, 4, 2, 4)
+        v = (u ^ 128).view(tiles, 2, 8, chunks, 2, 4, 2, 4)
         lanes = v.permute(0, 3, 4, 2, 5, 6, 1, 7)  # tile, chunk, h, g, t, j >> 2, row, j & 3
     return lanes.contiguous().view(-1).view(torch.int32).view(tiles, chunks, bits // 4, 32, 4)
 

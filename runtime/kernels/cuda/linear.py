@@ -11,9 +11,10 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROUNDED, ROW_MAJOR, Int8Rows, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
@@ -111,10 +112,14 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(rows.codes, rows.scales, packed, spec, choice, out)
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
+        elif isinstance(choice, Gemm16Config):
+            gemm16.multiply(x, packed, spec, choice, out)
         elif isinstance(choice, WideConfig) and wide.supports(packed, spec):
-            wide.multiply(*wide.prepare(x, spec, choice.tokens), packed, spec, choice, out)
+            rows = quantize_rows(x, choice.tokens)
+            wide.multiply(rows.codes, rows.scales, packed, spec, choice, out)
         elif isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
-            gemm.multiply(*wide.prepare(x, spec, choice.tokens), packed, spec, choice, out)
+            rows = quantize_rows(x, choice.tokens)
+            gemm.multiply(rows.codes, rows.scales, packed, spec, choice, out)
         elif multiplies_int8(packed, spec):
             int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
         else:

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from qtool.runtime.kernels.cuda import gemm, skinny, wide
-from qtool.runtime.kernels.cuda.choice import BUCKETS, Choice, choose
+from qtool.runtime.kernels.cuda import gemm, gemm16, skinny, wide
+from qtool.runtime.kernels.cuda.choice import Choice, buckets_of, choose
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.linear import NAME
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
@@ -30,16 +31,20 @@ def _kernel(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> tu
         return "wide", wide.macros(spec, packed.scales.dtype, choice)
     if isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
         return "gemm", gemm.macros(spec, packed.scales.dtype, choice)
+    if isinstance(choice, Gemm16Config):
+        return "gemm16", gemm16.macros(spec, packed.scales.dtype, choice)
     return None
 
 
 def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
     """Numbers of tokens and what multiplies them, each kernel at least once."""
-    few = [(tokens, choose(linear.spec, tokens, device)) for tokens in BUCKETS]
-    many = choose(linear.spec, BUCKETS[-1] + 1, device)
+    buckets = buckets_of(linear.spec)
+    few = [(tokens, choose(linear.spec, tokens, device)) for tokens in buckets]
+    beyond = buckets[-1] + 1
+    many = choose(linear.spec, beyond, device)
     if isinstance(many, GemmConfig):
-        return [*few, *((BUCKETS[-1] + 1, config) for config in gemm.configs(linear.spec, exact=False))]
-    return [*few, (BUCKETS[-1] + 1, many)]
+        return [*few, *((beyond, config) for config in gemm.configs(linear.spec, exact=False))]
+    return [*few, (beyond, many)]
 
 
 def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:

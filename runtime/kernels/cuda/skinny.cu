@@ -68,7 +68,7 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
 #else
     const int tile = min((int)blockIdx.x * NT + n, tiles - 1);
 #endif
-    codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + lane;
+    codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + (ACT_BITS == 16 ? unit_place(lane) : lane);
 #if GROUP || ASYM
     groups_before[n] = GROUP ? (u32)tile * steps * SCALES : tile;
 #endif
@@ -167,14 +167,21 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
 #if ACT_BITS == 16
             UNROLL for (int j = 0; j < 2; j++) {         // 16 columns
               u32 a[4];
-#if WEIGHT_BITS == 4
+#if WEIGHT_BITS == 8
+              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, z1, a[0], a[1]);
+              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z0, z1, a[2], a[3]);
+#elif GROUP == 32                                        // apart from the other 32 columns of the words
+              const u32 q0 = word(slot.codes[n][c], 2 * j), q1 = word(slot.codes[n][c], 2 * j + 1);
+              codes_to_acts(__byte_perm(q0, q1, h ? 0x7351 : 0x6240), z0, z1, a);
+#else                                                    // two columns of each 32
               codes_to_acts(word(slot.codes[n][c], 2 * h + j), z0, z1, a);
-#else
-              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, a[0], a[2]);
-              bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z1, a[1], a[3]);
 #endif
               UNROLL for (int m = 0; m < MT; m++)
+#if WEIGHT_BITS == 4 && GROUP != 32
+                mma(part[m], a, word(x[xs][c][m][0], 2 * h + j), word(x[xs][c][m][1], 2 * h + j));
+#else
                 mma(part[m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
+#endif
             }
 #else
 #if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value

@@ -16,10 +16,11 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, wide
 from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
 from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
@@ -102,17 +103,16 @@ def skinny_candidates(spec: LinearSpec, tokens: int, clusters: bool) -> Iterator
 
 def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
     """Ways to cut wide.cu that fit the registers and leave few SMs idle."""
-    act_bits = spec.scheme.act_bits or 16
     for block_tokens, warpgroups, tiles, prefetch in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2), (2, 4)):
         if not tokens / 2 <= block_tokens <= max(16, tokens) and (block_tokens, tokens) != (64, 256):
             continue
-        sums = block_tokens // 2 * (2 if act_bits == 8 and spec.scheme.group_size > 0 else 1)
-        registers = 28 + tiles * (sums + 4 * act_bits + prefetch * (2 * spec.scheme.bits + 1))
+        sums = block_tokens // 2 * (2 if spec.scheme.group_size > 0 else 1)
+        registers = 28 + tiles * (sums + 32 + prefetch * (2 * spec.scheme.bits + 1))
         if registers > 65536 // (128 * max(2, warpgroups)):
             continue
         row_blocks = -(-spec.rows // (64 * warpgroups * tiles)) * -(-tokens // block_tokens)
         config = WideConfig(block_tokens, warpgroups, tiles, prefetch=prefetch)
-        together = min(65536 // (registers * 128 * warpgroups), _SHARED_BYTES // config.shared_bytes(act_bits))
+        together = min(65536 // (registers * 128 * warpgroups), _SHARED_BYTES // config.shared_bytes)
         slots = num_sms * max(1, together)
 
         def busy(split: int, row_blocks: int = row_blocks, slots: int = slots) -> float:
@@ -131,11 +131,13 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
     found: list[Choice] = []
     if tokens <= (skinny.MAX_TOKENS if spec.scheme.act_bits or not hopper else 32):
         found += skinny_candidates(spec, tokens, properties.major >= 9)
-    if hopper and tokens > 8 and spec.cols % 128 == 0 and (spec.scheme.symmetric or not spec.scheme.act_bits):
-        found += wide_candidates(spec, tokens, properties.multi_processor_count)
-    whole = spec.cols % 128 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
-    if hopper and tokens > 32 and (not spec.scheme.act_bits or whole):
-        found += [config for config in gemm.configs(spec, exact=True) if config.tokens <= 2 * tokens]
+    if hopper and tokens > 8 and not spec.scheme.act_bits:
+        found += gemm16.candidates(spec, tokens, properties.multi_processor_count)
+    if hopper and tokens > 8 and spec.scheme.act_bits and spec.cols % 128 == 0:
+        if spec.scheme.symmetric:
+            found += wide_candidates(spec, tokens, properties.multi_processor_count)
+        if tokens > 32 and (spec.scheme.symmetric or spec.scheme.bits == 4):
+            found += [config for config in gemm.configs(spec, exact=True) if config.tokens <= 2 * tokens]
     if tokens > 16:
         found.append(None)
     return found
@@ -165,6 +167,8 @@ def precompile(
             unique["wide.cu", tuple(sorted(wide.macros(spec, torch.float16, choice).items()))] = None
         elif isinstance(choice, GemmConfig):
             unique["gemm.cu", tuple(sorted(gemm.macros(spec, torch.float16, choice).items()))] = None
+        elif isinstance(choice, Gemm16Config):
+            unique["gemm16.cu", tuple(sorted(gemm16.macros(spec, torch.float16, choice).items()))] = None
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         work = pool.map(_compile, [(file, arch, dict(macros)) for file, macros in unique], chunksize=4)
         for done, _ in enumerate(work):
@@ -188,8 +192,8 @@ def random_weight(spec: LinearSpec, seed: int = 0) -> QuantizedWeight:
 
 
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
-    """Microseconds of one product by one choice over weights that take turns. Bringing 16-bit activations into a
-    kernel's order counts; rounding them to int8 does not (a layer before can do it)."""
+    """Microseconds of one product by one choice over weights that take turns. Rounding activations to int8 does not
+    count: a layer before can do it."""
     x = arrange_activations(x, rounds[0])
     calls, count = max(16, len(rounds)), len(rounds)
     if isinstance(choice, SkinnyConfig):
@@ -197,23 +201,18 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
         rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
         codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
         return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
+    if isinstance(choice, Gemm16Config):
+        gemm16_config = choice
+        return graph_microseconds(lambda i: gemm16.multiply(x, rounds[i % count], spec, gemm16_config, out), calls)
     if isinstance(choice, WideConfig):
-        wide_config = choice
-        ready = wide.prepare(x, spec, wide_config.tokens) if spec.scheme.act_bits else None
+        wide_config, ready = choice, quantize_rows(x, choice.tokens)
         return graph_microseconds(
-            lambda i: wide.multiply(
-                *(ready or wide.prepare(x, spec, wide_config.tokens)), rounds[i % count], spec, wide_config, out
-            ),
-            calls,
+            lambda i: wide.multiply(ready.codes, ready.scales, rounds[i % count], spec, wide_config, out), calls
         )
     if isinstance(choice, GemmConfig):
-        gemm_config = choice
-        ready = wide.prepare(x, spec, gemm_config.tokens) if spec.scheme.act_bits else None
+        gemm_config, ready = choice, quantize_rows(x, choice.tokens)
         return graph_microseconds(
-            lambda i: gemm.multiply(
-                *(ready or wide.prepare(x, spec, gemm_config.tokens)), rounds[i % count], spec, gemm_config, out
-            ),
-            calls,
+            lambda i: gemm.multiply(ready.codes, ready.scales, rounds[i % count], spec, gemm_config, out), calls
         )
     if multiplies_int8(rounds[0], spec):
         plain = quantize_rows(x, ROW_MAJOR)
@@ -229,7 +228,7 @@ def tune(
     Args:
         weight: of the spec; its values do not matter to the times.
         spec: the linear.
-        token_counts: of choice.BUCKETS.
+        token_counts: of choice.buckets_of(spec).
 
     Returns:
         choice.key → the measured candidates: the fastest that may be used first, those with a problem last.

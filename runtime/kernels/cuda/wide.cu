@@ -1,27 +1,24 @@
-// y [M, N] = x [M, K] @ weight.T for tens to hundreds of tokens, on Hopper's warpgroup tensor cores.
+// y [M, N] = x [M, K] @ weight.T with int8 activations for tens to hundreds of tokens, on Hopper's warpgroup tensor cores.
 //
 // As in skinny.cu the weights are the A operand and come from registers: each warp of a warpgroup turns its 16 rows of
 // 128 columns into fragments while the 128 before them multiply, and wgmma takes TOKENS tokens from shared memory, which
 // all warpgroups of the block share. Bulk copies bring those into a ring of STAGES steps of 128 columns and signal
-// barriers; arrange.cu or quantize.cu has put them into the order of the weights' columns. A cluster of SK blocks
-// splits K.
+// barriers; rows.cuh has put them into the order of the weights' columns. A cluster of SK blocks splits K. Sums are exact
+// within a scale group, then float32.
 //
-// 16-bit activations: group scales multiply the weights in the activations' type, sums are float32. Int8 activations:
-// sums are exact within a scale group, then float32.
-//
-// Macros: WEIGHT_BITS; ACT_BITS; BF16; SCALE_BF16; GROUP; ASYM (with ACT_BITS 16 alone) as in skinny.cu; TOKENS
-//   16 | 32 | 64 | 128 of a block; WG: warpgroups of a block; NT: 64-row tiles of a warpgroup; SK; PF: steps whose
-//   weights are in flight, even; STAGES; MINB. After hopper.cuh. The weight has an even number of chunks.
+// Macros: WEIGHT_BITS; ACT_BITS 8; BF16; SCALE_BF16; GROUP as in skinny.cu; TOKENS 16 | 32 | 64 | 128 of a block; WG:
+//   warpgroups of a block; NT: 64-row tiles of a warpgroup; SK; PF: steps whose weights are in flight, even; STAGES; MINB.
+//   After hopper.cuh. The weight is symmetric and has an even number of chunks.
 
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
 #define SCALES (GROUP ? 128 / (GROUP ? GROUP : 1) : 1)   // scale groups of a step
-#define FRAGMENTS (ACT_BITS / 2)                         // of a step: 32 bytes of a token each
+#define FRAGMENTS 4                                      // of a step: 32 bytes of a token each
 #define THREADS (WG * 128)
 #define ROWS (WG * NT * 64)                              // of a block
-#define STAGE_BYTES (TOKENS * 16 * ACT_BITS)
+#define STAGE_BYTES (TOKENS * 128)
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 #define UNROLL _Pragma("unroll")
-#if ACT_BITS == 8 && GROUP                               // sums of a scale group apart from those of all
+#if GROUP                                                // sums of a scale group apart from those of all
 typedef float Sum;
 #else
 typedef Partial Sum;
@@ -31,13 +28,11 @@ struct Slot {                                            // one step's weights o
   uint4 codes[NT][2][LOADS];
 #if GROUP
   u32 scales[NT][SCALES];
-#if ASYM
-  u32 zeros[NT][SCALES];
-#endif
 #endif
 };
 
-// W, S, Z as in skinny.cu; X as from arrange.cu, or quantize.cu with float scales XS [M]. Grid: SK (one cluster), token blocks, row blocks.
+// W, S as in skinny.cu (Z is not read); X from rows.cuh with float scales XS [M]. Grid: SK (one cluster), token blocks, row
+// blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, MINB)
 wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
      u16* Y, int M, int N, int chunks) {
@@ -65,7 +60,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   };
 
   const uint4* codes[NT];                                // of the next step to load
-#if GROUP || ASYM
+#if GROUP
   u32 pair_at[NT];                                       // of its first scale pair
 #endif
   UNROLL for (int n = 0; n < NT; n++) {
@@ -73,8 +68,6 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     codes[n] = W + ((u64)tile * steps + begin) * (LOADS * 64) + lane;
 #if GROUP
     pair_at[n] = ((u32)tile * steps + begin) * (SCALES * 8) + g;
-#elif ASYM
-    pair_at[n] = (u32)tile * 8 + g;
 #endif
   }
   Slot slots[PF];
@@ -85,9 +78,6 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
 #if GROUP
       UNROLL for (int k = 0; k < SCALES; k++) {
         slot.scales[n][k] = __ldg((const u32*)S + pair_at[n] + k * 8);
-#if ASYM
-        slot.zeros[n][k] = __ldg(Z + pair_at[n] + k * 8);
-#endif
       }
       pair_at[n] += SCALES * 8;
 #endif
@@ -95,10 +85,6 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   };
   UNROLL for (int p = 0; p < PF; p++)
     if (p < count) load_next(slots[p]);
-#if ASYM && !GROUP
-  u32 channel_zeros[NT];
-  UNROLL for (int n = 0; n < NT; n++) channel_zeros[n] = __ldg(Z + pair_at[n]);
-#endif
   pdl_wait();
   if (threadIdx.x == 0)
     for (int i = 0; i < min(STAGES, count); i++) fetch(i);
@@ -108,7 +94,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) sum[n][j][k] = 0;
 
-#if ACT_BITS == 8 && WEIGHT_BITS == 8
+#if WEIGHT_BITS == 8
   const u32 flip = (u32)M >> 31;                         // zero, but only we know: a copy of its own for the tensor cores
 #endif
   // The fragments of a step: 32 bytes of a token each.
@@ -116,31 +102,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int s = 0; s < FRAGMENTS; s++) {
         u32 (&f)[4] = a[n][s];
-#if ACT_BITS == 16
-#if GROUP
-        const int group = s * 16 / GROUP;
-#endif
-#if !ASYM
-        const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
-#elif GROUP
-        const ZeroPoint z0 = zero_point(slot.zeros[n][group] & 255), z1 = zero_point(slot.zeros[n][group] >> 8);
-#else
-        const ZeroPoint z0 = zero_point(channel_zeros[n] & 255), z1 = zero_point(channel_zeros[n] >> 8);
-#endif
-#if WEIGHT_BITS == 4
-        codes_to_acts(word(slot.codes[n][s >> 2][0], s & 3), z0, z1, f);
-#else
-        bytes_to_acts(word(slot.codes[n][s >> 2][s >> 1 & 1], 2 * (s & 1)), z0, f[0], f[2]);
-        bytes_to_acts(word(slot.codes[n][s >> 2][s >> 1 & 1], 2 * (s & 1) + 1), z1, f[1], f[3]);
-#endif
-#if GROUP
-        const u32 s0 = scale_pair(slot.scales[n][group], 0), s1 = scale_pair(slot.scales[n][group], 1);
-        f[0] = mul2(f[0], s0);
-        f[1] = mul2(f[1], s1);
-        f[2] = mul2(f[2], s0);
-        f[3] = mul2(f[3], s1);
-#endif
-#elif WEIGHT_BITS == 4                                   // signed nibbles as bytes of 16 times their value
+#if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value
         const u32 q0 = word(slot.codes[n][s >> 1][0], 2 * (s & 1)), q1 = word(slot.codes[n][s >> 1][0], 2 * (s & 1) + 1);
         f[0] = (q0 << 4) & 0xf0f0f0f0u;
         f[1] = q0 & 0xf0f0f0f0u;
@@ -155,9 +117,9 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
         UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(a[n][s][k]));
   };
   // Descriptor of fragment s of a stage: start address, leading offset (unused), 1024 bytes from 8 tokens to the next 8,
-  // 128-byte swizzle. In 16 bits a stage is two chunks with TOKENS rows each.
+  // 128-byte swizzle.
   auto operand = [&](int i, int s) {
-    const u32 at = stages + i % STAGES * STAGE_BYTES + (s >> 2) * (TOKENS * 128) + (s & 3) * 32;
+    const u32 at = stages + i % STAGES * STAGE_BYTES + s * 32;
     return (u64)(at >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
   };
   auto release = [&](int i) {                            // this warp has done with step i
@@ -172,11 +134,11 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   };
 
   u32 a[2][NT][FRAGMENTS][4];                            // one step's multiply while the next one's are made
-#if ACT_BITS == 8 && GROUP
+#if GROUP
   float scale[NT][SCALES][2];                            // of the sums to come
 #endif
   auto keep_scales = [&](const Slot& slot) {
-#if ACT_BITS == 8 && GROUP
+#if GROUP
     UNROLL for (int n = 0; n < NT; n++)
       UNROLL for (int k = 0; k < SCALES; k++)
         UNROLL for (int row = 0; row < 2; row++) scale[n][k][row] = scale_of(slot.scales[n][k], row);
@@ -184,7 +146,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
   };
   auto multiply = [&](int p, int i) {                    // step i, in slot p; PF is even
     barrier_wait(full_at + 8 * (i % STAGES), (i / STAGES) & 1);
-#if ACT_BITS == 8 && GROUP
+#if GROUP
     UNROLL for (int k = 0; k < SCALES; k++) {
       Partial part[NT][TOKENS / 8][4];
       UNROLL for (int n = 0; n < NT; n++)
@@ -239,9 +201,7 @@ wide(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restr
     const u32 at = (u32)__cvta_generic_to_shared(partial + token * LD + row);
     UNROLL for (int j = 0; j < SK; j++) v += SK > 1 ? cluster_load(at, j) : partial[token * LD + row];
     if (n < N) {
-#if ACT_BITS == 8
       v *= XS[first_token + token] * (WEIGHT_BITS == 4 ? 0.0625f : 1.f);
-#endif
 #if !GROUP
       v *= __ldg((const float*)S + n);
 #endif

@@ -1,4 +1,4 @@
-"""Launch of wide.cu: the product for tens to hundreds of tokens, on Hopper's warpgroup tensor cores."""
+"""Launch of wide.cu: the product with int8 activations for tens to hundreds of tokens, on Hopper."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
-from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight
+from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.nvrtc import Macros
-from qtool.runtime.kernels.cuda.rows import quantize_rows
 from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
-
-_ARRANGE_THREADS = 128  # of a block, as in arrange.cu
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,15 @@ class WideConfig:
         """Steps of activations in shared memory (STAGES)."""
         return 8 if self.tokens <= 32 else 4
 
-    def shared_bytes(self, act_bits: int) -> int:
+    @property
+    def shared_bytes(self) -> int:
         """Dynamic shared memory: the stages of activations, later the block's float32 sums."""
-        return max(self.stages * self.tokens * 16 * act_bits, self.tokens * (self.rows + 4) * 4)
+        return max(self.stages * self.tokens * 128, self.tokens * (self.rows + 4) * 4)
 
 
 def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
-    """Whether wide.cu multiplies by this weight: whole steps of 128 columns; int8 activations: symmetric codes."""
-    return packed.chunks % 2 == 0 and (not spec.scheme.act_bits or spec.scheme.symmetric)
+    """Whether wide.cu multiplies by this weight: int8 activations, whole steps of 128 columns, symmetric codes."""
+    return spec.scheme.act_bits is not None and packed.chunks % 2 == 0 and spec.scheme.symmetric
 
 
 def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Macros:
@@ -72,32 +70,7 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: WideConfig) -> Ma
 def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config: WideConfig) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
     chosen = macros(spec, packed.scales.dtype, config)
-    return load_kernel(device, "wide.cu", "wide", chosen, shared_limit=config.shared_bytes(spec.scheme.act_bits or 16))
-
-
-def arrange(x: Tensor, tokens: int) -> Tensor:
-    """x [M, K] in the order in which wide.cu reads it, K a multiple of 64. [blocks of `tokens`, K / 64, tokens, 64]"""
-    chunks = x.shape[1] // CHUNK_COLS
-    blocks = -(-x.shape[0] // tokens)
-    out = torch.empty(blocks, chunks, tokens, CHUNK_COLS, dtype=x.dtype, device=x.device)
-    constants = {"TOKENS": tokens, "BF16": 0, "WEIGHT_BITS": 4}
-    load_kernel(x.device, "arrange.cu", "arrange", constants).launch(
-        (-(-chunks * 8 // _ARRANGE_THREADS), blocks * tokens, 1),  # a thread for every 16 bytes
-        _ARRANGE_THREADS,
-        (x, out, x.shape[0], chunks),
-        overlap=True,
-    )
-    return out
-
-
-def prepare(x: Tensor, spec: LinearSpec, tokens: int) -> tuple[Tensor, Tensor]:
-    """x [M, K] in the order of wide.cu and gemm.cu for tiles of so many tokens, and its scales [M] float32, which are
-    not read with 16-bit activations."""
-    if spec.scheme.act_bits:
-        rows = quantize_rows(x, tokens)
-        return rows.codes, rows.scales
-    arranged = arrange(x, tokens)
-    return arranged, arranged
+    return load_kernel(device, "wide.cu", "wide", chosen, shared_limit=config.shared_bytes)
 
 
 def multiply(
@@ -106,7 +79,7 @@ def multiply(
     """out [M, N] = x @ weight.T.
 
     Args:
-        x, x_scales: from prepare.
+        x, x_scales: as from rows.quantize_rows in the order config.tokens.
         packed: a weight for which `supports` holds.
         out: [M, N] in spec.dtype, contiguous.
     """
@@ -114,7 +87,7 @@ def multiply(
         (config.split, x.shape[0], -(-spec.rows // config.rows)),
         config.warpgroups * 128,
         (packed.codes, packed.scales, packed.zeros, x, x_scales, out, len(out), spec.rows, packed.chunks),
-        shared_bytes=config.shared_bytes(spec.scheme.act_bits or 16),
+        shared_bytes=config.shared_bytes,
         cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,
     )

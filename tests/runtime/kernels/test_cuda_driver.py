@@ -29,6 +29,15 @@ def test_every_argument_lies_where_its_pointer_says() -> None:
     assert read(pointers, 7, ctypes.c_float) == 3.0
 
 
+def test_a_structure_lies_behind_the_other_arguments() -> None:
+    text = bytes(range(256)) * 2
+    pointers = pack_arguments((7, text))
+    assert read(pointers, 0, ctypes.c_int) == 7
+    assert ctypes.string_at(pointers[1], len(text)) == text
+    with pytest.raises(ValueError, match="last argument"):
+        pack_arguments((text, 7))
+
+
 def test_threads_do_not_share_the_room() -> None:
     mine = pack_arguments((1,))
     other = threading.Thread(target=lambda: pack_arguments((2,)))

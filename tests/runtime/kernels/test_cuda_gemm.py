@@ -17,12 +17,11 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure
 SCHEMES = [
-    QuantScheme(bits, group, symmetric, act_bits)
+    QuantScheme(bits, group, symmetric, act_bits=8)
     for bits in (4, 8)
     for group in (32, 64, 128, PER_CHANNEL)
     for symmetric in (True, False)
-    for act_bits in (None, 8)
-    if act_bits is None or symmetric or bits == 4
+    if symmetric or bits == 4
 ]
 
 
@@ -69,7 +68,7 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     rows, cols = weight.shape
     scheme, device = weight.scheme, weight.codes.device
     spec = LinearSpec(rows, cols, scheme, dtype=dtype)
-    packed = pack_weight(weight, scheme.act_bits or 16, device)
+    packed = pack_weight(weight, 8, device)
     x = torch.randn(tokens, cols, device=device).to(dtype)
     poison = torch.full((tokens, rows), torch.nan, dtype=dtype, device=device)
     del poison  # its memory is most likely the output's
@@ -78,13 +77,11 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     else:
         assert gemm.supports(packed, spec)
         y = apply_choice(x, packed, spec, config)
-    exact = rounded(x) if scheme.act_bits else x.double()
+    exact = rounded(x)
     progressive = (config or choose(spec, tokens, device)) not in gemm.configs(spec, exact=True)
     dense = in_8_bits(weight).T if progressive else weight.dequantize(torch.float64).T
     size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
-    error = (y.double() - exact @ dense).abs()
-    if scheme.act_bits:
-        error = (error - doubtful(x) @ dense.abs()).clamp_min(0)
+    error = ((y.double() - exact @ dense).abs() - doubtful(x) @ dense.abs()).clamp_min(0)
     # The result is rounded to 11 or 8 bits. A ratio half-way between two float16 takes 6 % of its group's weights to
     # the next of 127 steps: in one row of the least weight (two groups of 64, 37 rows) that makes 5e-4.
     tolerance = (6e-4 if dtype == torch.float16 else 5e-3) + (1e-3 if progressive else 0.0)
@@ -123,19 +120,19 @@ class TestOnHopper:
                     if rows * tokens > 30:  # fewer sums do not average their errors
                         check(weight, tokens, dtype, config)
 
-    @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w4g64-asym"])
+    @pytest.mark.parametrize("name", ["w4g128a8", "w8a8", "w4g64a8-asym"])
     def test_more_tiles_than_multiprocessors(self, name: str) -> None:
         check(make_weight(4096, 4096, QuantScheme.parse(name)), 1600, torch.float16, GemmConfig(128))
         check(make_weight(22016, 1024, QuantScheme.parse(name)), 300, torch.bfloat16, GemmConfig(64))
 
     def test_scale_types(self) -> None:
-        for name in ("w4g64", "w4g128a8", "w8a8"):
+        for name in ("w4g128a8", "w8a8"):
             for scale_dtype in (torch.float16, torch.bfloat16, torch.float32):
                 weight = make_weight(64, 512, QuantScheme.parse(name), scale_dtype)
                 check(weight, 70, torch.bfloat16, GemmConfig(64))
                 check(weight, 70, torch.float16, GemmConfig(128))
 
-    @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w4g128a8-asym", "w8a8", "w8", "w4g128-asym"])
+    @pytest.mark.parametrize("name", ["w4g128a8", "w4g128a8-asym", "w8a8"])
     def test_the_dispatch_takes_it_for_many_tokens(self, name: str) -> None:
         spec = LinearSpec(512, 512, QuantScheme.parse(name), dtype=torch.float16)
         weight = make_weight(512, 512, spec.scheme)

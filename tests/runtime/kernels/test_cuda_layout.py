@@ -10,9 +10,10 @@ from torch import Tensor
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import gemm
-from qtool.runtime.kernels.cuda.choice import BUCKETS, bucket_of, decode, encode, key, rule, save_tuned
+from qtool.runtime.kernels.cuda import gemm, gemm16
+from qtool.runtime.kernels.cuda.choice import bucket_of, buckets_of, decode, encode, key, rule, save_tuned, serves
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
@@ -42,8 +43,8 @@ def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[in
     """(row, column) → code, by what each lane feeds to m16n8k16 (16-bit) or m16n8k32 (int8).
 
     A operand of m16n8k16: register 0 holds (row g; k = 2t, 2t+1), 1 (g+8; same), 2 (g; 2t+8, 2t+9), 3 (g+8; same).
-    B operand: register 0 holds k = 2t, 2t+1, register 1 k = 2t+8, 2t+9, which the kernel fills with four consecutive
-    columns of its lane. Of m16n8k32 likewise with four bytes a register.
+    B operand: register 0 holds k = 2t, 2t+1, register 1 k = 2t+8, 2t+9, which the kernel fills with columns 2v, 2v+1 of
+    its lane's 8 of the first or second 32 columns. Of m16n8k32 likewise with four bytes a register.
     """
     seen: dict[tuple[int, int], int] = {}
 
@@ -55,21 +56,24 @@ def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[in
         for chunk in range(packed.chunks):
             for lane in range(32):
                 g, t = lane // 4, lane % 4
-                words = [int(w) & 0xFFFFFFFF for w in packed.codes[tile, chunk, :, lane].flatten()]
+                place = lane ^ (lane >> 3) if act_bits == 16 else lane
+                words = [int(w) & 0xFFFFFFFF for w in packed.codes[tile, chunk, :, place].flatten()]
                 for h in range(2):
                     first = chunk * 64 + 32 * h + 8 * t
                     for register in range(4):
                         row = tile * 16 + g + 8 * (register & 1)
                         if act_bits == 16:
-                            for j in range(2):  # two 16-column steps; B register r holds columns first + 4j + 2r, + 1
+                            if (
+                                register >> 1 != h
+                            ):  # registers 0 and 1 hold the first 32 columns' codes, 2 and 3 the others'
+                                continue
+                            for v in range(4):
                                 for e in range(2):
-                                    column = first + 4 * j + 2 * (register >> 1) + e
+                                    column = first + 2 * v + e
                                     if bits == 4:
-                                        shift = {0: 0, 2: 4, 1: 8, 3: 12}[register] + 16 * e
-                                        put(row, column, words[2 * h + j] >> shift & 15)
+                                        put(row, column, words[v] >> (4 * register + 16 * e) & 15)
                                     else:
-                                        word = words[4 * h + 2 * j + (register & 1)]
-                                        put(row, column, word >> (16 * (register >> 1) + 8 * e) & 255)
+                                        put(row, column, words[4 * h + v] >> (16 * (register & 1) + 8 * e) & 255)
                         else:
                             for e in range(4):
                                 column = first + 4 * (register >> 1) + e
@@ -178,13 +182,46 @@ def test_refusals_say_why() -> None:
     assert "columns" in str(supports(LinearSpec(16, 1 << 18, QuantScheme(8)), cuda))
 
 
-@pytest.mark.parametrize("choice", [None, SkinnyConfig(2, 8, 1, 2, True, 3), WideConfig(64, 2, 1, 2, 3, 1)])
-def test_choices_survive_json(choice: SkinnyConfig | WideConfig | None) -> None:
+@pytest.mark.parametrize(
+    "choice", [None, SkinnyConfig(2, 8, 1, 2, True, 3), WideConfig(64, 2, 1, 2, 3, 1), Gemm16Config(128, 3, 2)]
+)
+def test_choices_survive_json(choice: SkinnyConfig | WideConfig | Gemm16Config | None) -> None:
     assert decode(encode(choice)) == choice
 
 
 def test_buckets_cover_all_counts() -> None:
-    assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 256, 257)] == [1, 8, 8, 16, 64, 256, None]
+    w4a8, w4a16 = (LinearSpec(64, 64, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
+    assert [bucket_of(w4a8, m) for m in (1, 2, 8, 9, 33, 256, 257)] == [1, 8, 8, 16, 64, 256, None]
+    assert [bucket_of(w4a16, m) for m in (1, 9, 257, 1025, 2049)] == [1, 16, 512, 2048, None]
+
+
+def test_choices_for_other_activations_do_not_serve() -> None:
+    w4a8, w4a16 = (LinearSpec(64, 64, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
+    for choice in (WideConfig(64, 2), GemmConfig(128)):
+        assert serves(choice, w4a8)
+        assert not serves(choice, w4a16)
+    for either in (None, SkinnyConfig(1, 4)):
+        assert serves(either, w4a8)
+        assert serves(either, w4a16)
+    assert serves(Gemm16Config(64, 3), w4a16)
+    assert not serves(Gemm16Config(64, 3), w4a8)
+
+
+def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
+    for name in ("w4g128", "w4g32-asym", "w8", "w8g32-asym"):
+        spec = LinearSpec(4096, 4096, QuantScheme.parse(name))
+        for tokens in (16, 64, 2048):
+            assert gemm16.configs(spec, tokens)
+            for config in gemm16.configs(spec, tokens):
+                assert config.stages(spec) >= 3
+                assert config.shared_bytes(spec) <= 226 * 1024
+                assert config.split <= 8
+
+
+def test_the_estimate_fills_the_device() -> None:
+    spec = LinearSpec(12288, 4096, QuantScheme.parse("w4g128"))
+    best = gemm16.candidates(spec, 256, 132)[0]  # 64 x 2 tiles of 192 rows and 128 tokens
+    assert (best.rows, best.tokens, best.split) == (192, 128, 1)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
@@ -192,11 +229,13 @@ def test_buckets_cover_all_counts() -> None:
 def test_the_rule_stays_within_what_the_device_can(capability: tuple[int, int], name: str) -> None:
     for rows in (16, 4096, 128256):
         spec = LinearSpec(rows, 4096, QuantScheme.parse(name))
-        for bucket in BUCKETS:
+        for bucket in buckets_of(spec):
             choice = rule(spec, bucket, capability, 132)
             if isinstance(choice, WideConfig):
                 assert capability == (9, 0)
-                assert choice.shared_bytes(spec.scheme.act_bits or 16) <= 227 * 1024
+                assert choice.shared_bytes <= 227 * 1024
+            elif isinstance(choice, Gemm16Config):
+                assert capability == (9, 0)
             elif isinstance(choice, GemmConfig):
                 assert capability == (9, 0)
                 assert choice in gemm.configs(spec, exact=True)
@@ -228,11 +267,14 @@ def test_the_shipped_table_can_be_used() -> None:
         rows, cols = (int(n) for n in shape.split("x"))
         spec = LinearSpec(rows, cols, QuantScheme.parse(scheme))
         assert name == key(spec, int(bucket))
-        assert int(bucket) in BUCKETS
+        assert int(bucket) in buckets_of(spec)
         choice = decode(entry)
+        assert serves(choice, spec)
         if isinstance(choice, WideConfig):
             assert choice.prefetch % 2 == 0
-            assert choice.shared_bytes(spec.scheme.act_bits or 16) <= 227 * 1024
+            assert choice.shared_bytes <= 227 * 1024
+        elif isinstance(choice, Gemm16Config):
+            assert choice in gemm16.configs(spec, int(bucket))
         elif isinstance(choice, GemmConfig):
             assert choice in gemm.configs(spec, exact=True)
         elif isinstance(choice, SkinnyConfig):

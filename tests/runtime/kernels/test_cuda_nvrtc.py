@@ -89,7 +89,7 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("quantize.cu", rows),
         ("norm.cu", rows),
         ("silu.cu", rows | {"TOKENS": -2}),
-        ("rotate.cu", heads),
+        ("rotate.cu", heads | {"BS": 16}),
         ("decode_attention.cu", heads | {"G": 4, "BS": 16, "NT": 2, "WARPS": 4, "MINB": 3}),
         ("greedy.cu", rows | {"THREADS": 1024}),
         ("feed.cu", rows),
@@ -97,7 +97,8 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     if arch == "sm_90a":
         wide = {"TOKENS": 64, "WG": 2, "NT": 1, "SK": 2, "PF": 2, "STAGES": 4, "MINB": 2}
-        jobs += [("wide.cu", weight | wide), ("arrange.cu", {"TOKENS": 64, "BF16": 0, "WEIGHT_BITS": 4})]
+        gemm16 = {"TOKENS": 96, "CW": 3, "SPLIT": 2, "STAGES": 3}
+        jobs += [("wide.cu", weight | wide | {"ACT_BITS": 8, "ASYM": 0}), ("gemm16.cu", weight | gemm16)]
     for file, macros in jobs:
         image = nvrtc.compile_cuda(source(file), arch, macros, name=file.removesuffix(".cu"))
         assert image.startswith(b"\x7fELF")

@@ -1,0 +1,319 @@
+// y [M, N] = x [M, K] @ weight.T with 16-bit activations, for more than a handful of tokens, on Hopper.
+//
+// A thread each of four warps brings steps of 128 columns into a ring of STAGES in shared memory with the tensor copy
+// engine: activations as they lie in memory, codes, group scales, zero points. CW warpgroups of 64 rows of the weight each
+// make fragments of half a step in registers (the A operand) while the half before multiplies, and wgmma reads TOKENS
+// tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
+//
+// SPLIT blocks of a cluster each take a share of K; partial sums meet in distributed shared memory, without atomics.
+// SPLIT 1: blocks take tiles in turn, and copies are ahead of the products across tiles.
+//
+// Group scales multiply the weights in the activations' type, sums are float32. What bounds it: issue slots up to about 64
+// tokens (a weight takes seven instructions for two), then the tensor cores, then power.
+//
+// Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
+//   hopper.cuh; SPLIT; STAGES. After hopper.cuh.
+
+#define UNROLL _Pragma("unroll")
+#define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of half a step
+#define SCALES (GROUP ? 128 / (GROUP ? GROUP : 1) : 1)   // scale groups of a step
+#define TILES (4 * CW)                                   // of 16 rows, one a warp
+#define ROWS (64 * CW)
+#define THREADS (128 * CW + 128)
+#define COPIES (2 + (GROUP != 0) + (GROUP && ASYM))      // kinds of them
+#define HALF_X (TOKENS * 128)                            // bytes of half a step
+#define HALF_CODES (TILES * 512 * LOADS)
+#define SCALE_BYTES (GROUP ? TILES * 32 * SCALES : 0)    // of a step
+#define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
+#define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
+#define RING (STAGES * (2 * HALF_X + 2 * HALF_CODES + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
+#define TURN_TOKENS (TOKENS % 64 == 0 ? 64 : TOKENS == 16 ? 16 : 32)    // that leave at a time
+#define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
+#define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
+
+// Warps that copy give most of their registers to those that multiply: together no more than the kernel starts with.
+#define MORE_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CW == 2 ? 232 : CW == 3 ? 160 : 112));
+#define LESS_REGISTERS asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CW == 2 ? 40 : 32));
+
+DEVICE uint4 load_shared(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+[[maybe_unused]] DEVICE u32 load_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at)); return v; }
+[[maybe_unused]] DEVICE u32 load_pair(u32 at) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at)); return v; }
+// Four matrices of 8 rows of 16 bytes: lane 4 i + v gets word v of row i of each; lane i gives the address of row i % 8 of
+// matrix i / 8.
+DEVICE void load_matrices(u32 at, u32 (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+// Four 8 x 8 matrices of 16-bit numbers, transposed.
+DEVICE void store_transposed(u32 at, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEVICE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// A warpgroup waits for the one before it, which passes on without waiting.
+DEVICE void meet_warpgroups(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 8) : "memory"); }
+DEVICE void pass_warpgroups(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 8) : "memory"); }
+// Four floats at shared address `address` of block `rank` of this cluster.
+[[maybe_unused]] DEVICE float4 cluster_load4(u32 address, int rank) {
+  u32 remote;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
+  return v;
+}
+
+// One warp's weights of a step: of each half, words v of the lanes 4 g + t, t < 4, of its rows g and g + 8 (layout.py).
+struct Weights {
+  u32 codes[2][LOADS][4];
+#if GROUP
+  u32 scale[SCALES];
+#endif
+#if ASYM
+  u32 zero[SCALES];
+#endif
+};
+
+// Columns 16 s .. 16 s + 15 of a half.
+DEVICE void make_fragment(const Weights& w, int half, int s, u32 (&f)[4]) {
+  [[maybe_unused]] const int t = 2 * (s & 1), group = (half * 64 + s * 16) * SCALES / 128;
+#if ASYM
+  const ZeroPoint z0 = zero_point(w.zero[group] & 255), z1 = zero_point(w.zero[group] >> 8);
+#else
+  const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
+#endif
+#if WEIGHT_BITS == 4
+  codes_to_acts(__byte_perm(w.codes[half][0][t], w.codes[half][0][t + 1], s >> 1 ? 0x7351 : 0x6240), z0, z1, f);
+#else
+  bytes_to_acts(w.codes[half][s >> 1][t], z0, z1, f[0], f[1]);
+  bytes_to_acts(w.codes[half][s >> 1][t + 1], z0, z1, f[2], f[3]);
+#endif
+#if GROUP
+  const u32 s0 = scale_pair(w.scale[group], 0), s1 = scale_pair(w.scale[group], 1);
+  f[0] = mul2(f[0], s0);
+  f[1] = mul2(f[1], s1);
+  f[2] = mul2(f[2], s0);
+  f[3] = mul2(f[3], s1);
+#endif
+}
+
+// What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by 64; the weight's codes, scales and zero points
+// as in skinny.cu, a row for every tile of 16, in boxes of TILES rows and half a step (codes) or a step. Past the last
+// column all are zeros.
+struct Maps { TensorMap x, codes, scales, zeros; };
+
+// S: float [N] per channel (GROUP 0); Z: zero points per channel. Grid: (SPLIT, tiles) or (1, blocks).
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int N, int chunks,
+       const __grid_constant__ Maps maps) {
+  pdl_launch_dependents();
+  extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
+  __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int rank = SPLIT > 1 ? blockIdx.x : 0;
+  const int token_tiles = (M + TOKENS - 1) / TOKENS, tiles = (N + ROWS - 1) / ROWS * token_tiles;
+  const int all = (chunks + 1) / 2, begin = all * rank / SPLIT, steps = all * (rank + 1) / SPLIT - begin;  // of a tile
+  const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * 2 * HALF_X;
+  [[maybe_unused]] const u32 scales = codes + STAGES * 2 * HALF_CODES, zeros = scales + STAGES * ROUND(SCALE_BYTES);
+  u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+  asm volatile("" : "+r"(full_at), "+r"(empty_at));      // not to be worked out again and again
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, COPIES);
+      barrier_init(empty_at + 8 * i, TILES);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (warp >= TILES && lane == 0 && warp - TILES < COPIES) tensor_prefetch((&maps.x)[warp - TILES]);
+  __syncthreads();
+  int stage = 0, phase = 0;                              // of the next step to copy, or to fetch
+  auto advance = [&]() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  };
+
+  if (warp >= TILES) {
+    LESS_REGISTERS
+    const int kind = warp - TILES;                       // of what this warp copies
+    if (lane == 0 && kind < COPIES) {
+      if (kind == 0) pdl_wait();                         // the weights are there already
+      for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+        const int token = tile % token_tiles * TOKENS, row = tile / token_tiles * TILES;
+        for (int step = begin; step < begin + steps; step++) {
+          const u32 barrier = full_at + 8 * stage;
+          [[maybe_unused]] const int group = step * SCALES * 8;
+          barrier_wait(empty_at + 8 * stage, phase ^ 1);
+          if (kind == 0) {
+            barrier_expect(barrier, 2 * HALF_X);
+            UNROLL for (int half = 0; half < 2; half++)
+              tensor_copy(acts + (stage * 2 + half) * HALF_X, maps.x, step * 128 + half * 64, token, barrier);
+          } else if (kind == 1) {
+            barrier_expect(barrier, 2 * HALF_CODES);
+            UNROLL for (int half = 0; half < 2; half++)
+              tensor_copy(codes + (stage * 2 + half) * HALF_CODES, maps.codes, (step * 2 + half) * (LOADS * 128), row, barrier);
+#if GROUP
+          } else if (kind == 2) {
+            barrier_expect(barrier, SCALE_BYTES);
+            tensor_copy(scales + stage * ROUND(SCALE_BYTES), maps.scales, group, row, barrier);
+#if ASYM
+          } else {
+            barrier_expect(barrier, ZERO_BYTES);
+            tensor_copy(zeros + stage * ROUND(ZERO_BYTES), maps.zeros, group, row, barrier);
+#endif
+#endif
+          }
+          advance();
+        }
+      }
+    }
+    __syncwarp();
+    if (SPLIT > 1) {
+      cluster_meet();
+      cluster_meet();
+    }
+    return;
+  }
+
+  MORE_REGISTERS
+  const int g = lane >> 2, t = lane & 3, warpgroup = warp >> 2;
+  // Of a matrix's row: unit (g = lane % 8, t = lane / 8) of 16 bytes, where layout.py put it.
+  u32 unit = codes + warp * (512 * LOADS) + (lane >> 1 & 3) * 128 +
+             ((((lane & 1) * 4 + (lane >> 3)) ^ (lane >> 1 & 3)) << 4);
+  [[maybe_unused]] u32 pair = scales + (warp * SCALES * 8 + g) * 4, zero_pair = zeros + (warp * SCALES * 8 + g) * 2;
+  u32 first_operand = (acts >> 4) | (1u << 16);          // low word of a descriptor: 32 bytes of a token, K contiguous
+  asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair), "+r"(first_operand));
+  auto operand = [&](int stage, int half, int s) {       // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+    return (u64)(first_operand + (stage * 2 + half) * (HALF_X / 16) + s * 2) | (64ull << 32) | (1ull << 62);
+  };
+  auto release = [&](int stage) {                        // this warp has done with it
+    if (lane == 0) barrier_arrive(empty_at + 8 * stage);
+  };
+  pdl_wait();
+  // Where blocks take several tiles, warpgroups start half a step apart: then not all of them store results at once.
+  const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
+  if (apart && warpgroup > 0) meet_warpgroups(warpgroup);
+  for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+    const int first_row = tile / token_tiles * ROWS, first_token = tile % token_tiles * TOKENS;
+    Weights w;                                           // of the next step
+#if ASYM && !GROUP
+    w.zero[0] = __ldg(Z + min(first_row / 16 + warp, (N - 1) >> 4) * 8 + g);
+#endif
+    auto fetch = [&]() {
+      barrier_wait(full_at + 8 * stage, phase);
+      UNROLL for (int k = 0; k < 2 * LOADS; k++)
+        load_matrices(unit + stage * (2 * HALF_CODES) + k / LOADS * HALF_CODES + k % LOADS * 512, w.codes[k / LOADS][k % LOADS]);
+      UNROLL for (int k = 0; k < SCALES; k++) {
+#if GROUP
+        w.scale[k] = load_word(pair + stage * ROUND(SCALE_BYTES) + k * 32);
+#if ASYM
+        w.zero[k] = load_pair(zero_pair + stage * ROUND(ZERO_BYTES) + k * 16);
+#endif
+#endif
+      }
+      advance();
+    };
+    u32 a[2][4][4];                                      // one half multiplies while the next one is made
+    auto make = [&](int half) {
+      UNROLL for (int s = 0; s < 4; s++) {
+        make_fragment(w, half, s, a[half][s]);
+        UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(a[half][s][k]));   // now: the tensor cores are busy
+      }
+    };
+    float sum[TOKENS / 8][4];
+    UNROLL for (int j = 0; j < TOKENS / 8; j++)
+      UNROLL for (int k = 0; k < 4; k++) sum[j][k] = 0.f;
+    auto multiply = [&](int stage, int half) {
+      wgmma_fence();
+      UNROLL for (int s = 0; s < 4; s++) wgmma(sum, a[half][s], operand(stage, half, s));
+      wgmma_commit();
+    };
+    int now = stage, before = stage;                     // stages of this step and of the one before
+    if (steps > 0) {
+      fetch();
+      make(0);
+    }
+    for (int i = 0; i < steps; i++) {
+      multiply(now, 0);
+      if (apart && warpgroup + 1 < CW && i == 0 && tile == blockIdx.y) pass_warpgroups(warpgroup + 1);
+      wgmma_wait<1>();                                   // the step before
+      if (i > 0) release(before);
+      make(1);
+      multiply(now, 1);
+      before = now;
+      now = stage;
+      if (i + 1 < steps) fetch();
+      wgmma_wait<1>();                                   // the first half
+      make(0);                                           // past the last step of no use, and no harm
+    }
+    wgmma_wait<0>();
+
+#if SPLIT > 1
+    asm volatile("bar.sync 0, %0;" ::"n"(128 * CW) : "memory");   // every step has been read: their memory takes the sums
+    float* partial = (float*)shared;
+    UNROLL for (int j = 0; j < TOKENS / 8; j++)
+      UNROLL for (int k = 0; k < 4; k++) partial[(j * 8 + t * 2 + (k & 1)) * LD + warp * 16 + g + (k >> 1) * 8] = sum[j][k];
+    cluster_sync();
+    const int most = min(TOKENS, M - first_token) * (ROWS / 4);
+    for (int i = rank * (128 * CW) + threadIdx.x; i < most; i += SPLIT * 128 * CW) {
+      const int token = i / (ROWS / 4), row = i % (ROWS / 4) * 4, n = first_row + row;
+      float v[4] = {0.f, 0.f, 0.f, 0.f};
+      UNROLL for (int j = 0; j < SPLIT; j++) {
+        const float4 part = cluster_load4(acts + (token * LD + row) * 4, j);
+        v[0] += part.x;
+        v[1] += part.y;
+        v[2] += part.z;
+        v[3] += part.w;
+      }
+#if !GROUP
+      UNROLL for (int e = 0; e < 4; e++) v[e] *= __ldg((const float*)S + min(n + e, N - 1));
+#endif
+      const uint2 pairs = make_uint2(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]));
+      u16* to = Y + (u64)(first_token + token) * N + n;
+      if (n + 4 <= N && !(N & 3)) {
+        *(uint2*)to = pairs;
+      } else {
+        UNROLL for (int e = 0; e < 4; e++)
+          if (n + e < N) to[e] = (u16)((e < 2 ? pairs.x : pairs.y) >> (16 * (e & 1)));
+      }
+    }
+#else
+    if (steps > 0) release(before);
+    float gain[2] = {1.f, 1.f};                          // of rows g and g + 8
+#if !GROUP
+    UNROLL for (int k = 0; k < 2; k++) gain[k] = __ldg((const float*)S + min(first_row + warp * 16 + g + 8 * k, N - 1));
+#endif
+    const u32 results = acts + RING + warpgroup * OUT_BYTES;
+    UNROLL for (int c = 0; c < TOKENS; c += TURN_TOKENS) {
+      UNROLL for (int j = 0; j < TURN_TOKENS / 8; j += 2) {
+        u32 v[4];
+        UNROLL for (int k = 0; k < 2; k++) {
+          const float (&d)[4] = sum[c / 8 + j + k];
+          v[2 * k] = floats_to_acts(d[0] * gain[0], d[1] * gain[0]);
+          v[2 * k + 1] = floats_to_acts(d[2] * gain[1], d[3] * gain[1]);
+        }
+        const int token = (j + (lane >> 4)) * 8 + (lane & 7), unit = (warp & 3) * 2 + (lane >> 3 & 1);
+        store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
+      }
+      sync_warpgroup(warpgroup);
+      UNROLL for (int k = 0; k < TURN_TOKENS / 16; k++) {
+        const int at = k * 128 + (threadIdx.x & 127), token = at >> 3, unit = at & 7;
+        const int row = first_row + warpgroup * 64 + unit * 8;
+        const uint4 v = load_shared(results + token * 128 + ((unit ^ (token & 7)) << 4));
+        if (first_token + c + token >= M) continue;
+        u16* to = Y + (u64)(first_token + c + token) * N + row;
+        if (row + 8 <= N && !(N & 7)) {
+          *(uint4*)to = v;
+        } else {
+          UNROLL for (int e = 0; e < 8; e++)
+            if (row + e < N) to[e] = (u16)(word(v, e >> 1) >> (16 * (e & 1)));
+        }
+      }
+      sync_warpgroup(warpgroup);
+    }
+#endif
+  }
+  if (SPLIT > 1) cluster_meet();                         // nobody leaves while its sums are being read
+}

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -53,28 +53,31 @@ def exact_product(x: Tensor, weight: Tensor, act_bits: int | None) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def measure_mode(shape: str, mode: str, tokens: list[int], dtype: torch.dtype, ceiling: float) -> list[Row]:
-    """One row for each number of tokens."""
-    rows, cols = SHAPES[shape]
-    spec = LinearSpec(rows, cols, QuantScheme.parse(MODES[mode]), dtype=dtype)
-    weight = random_weight(spec, seed=int(time.time()))
-    device = weight.codes.device
-    packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
-    dense = weight.dequantize(torch.float32)
-    size = sum(t.numel() * t.element_size() for t in (packed.codes, packed.scales, packed.zeros))
-    rounds = [
-        PackedWeight(codes, scales, packed.zeros, packed.columns)
-        for codes, scales in copies((packed.codes, packed.scales))
-    ]
-    found: list[Row] = []
-    for count in tokens:
-        x = torch.randn(count, cols, device=device).to(dtype)
-        out = torch.full((count, rows), torch.nan, dtype=dtype, device=device)
-        choice = choose(spec, count, device)
-        microseconds = product_microseconds(rounds, x, spec, choice, out)
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer in one mode: its packed weight, copies that take turns, and the exact weight [N, K] float32."""
+
+    shape: str
+    mode: str
+    spec: LinearSpec
+    packed: PackedWeight
+    rounds: list[PackedWeight]
+    dense: Tensor
+
+    def activations(self, count: int) -> Tensor:
+        """Fresh random ones. [count, K]"""
+        return torch.randn(count, self.spec.cols, device=self.dense.device).to(self.spec.dtype)
+
+    def measure(self, count: int, ceiling: float) -> Row:
+        """Times for `count` tokens."""
+        x = self.activations(count)
+        out = torch.full((count, self.spec.rows), torch.nan, dtype=self.spec.dtype, device=x.device)
+        choice = choose(self.spec, count, x.device)
+        microseconds = product_microseconds(self.rounds, x, self.spec, choice, out)
+        size = sum(t.numel() * t.element_size() for t in (self.packed.codes, self.packed.scales, self.packed.zeros))
         row: Row = {
-            "shape": shape,
-            "mode": mode,
+            "shape": self.shape,
+            "mode": self.mode,
             "tokens": count,
             "microseconds": microseconds,
             "bytes": size,
@@ -82,15 +85,28 @@ def measure_mode(shape: str, mode: str, tokens: list[int], dtype: torch.dtype, c
             "share": size / microseconds / 1e3 / ceiling,
             "choice": encode(choice),
         }
-        if spec.scheme.act_bits and choice is not None:
-            row["microseconds_with_quantization"] = with_quantization(rounds, x, spec, choice)
-        found.append(row)
-    for row, count in zip(found, tokens, strict=True):  # only now: float64 products heat the device and slow its clock
-        x = torch.randn(count, cols, device=device).to(dtype)
-        want = exact_product(x, dense, spec.scheme.act_bits)
-        got = apply_choice(x, packed, spec, choose(spec, count, device))
-        row["error"] = float((got.double() - want).norm() / want.norm())
-    return found
+        if self.spec.scheme.act_bits and choice is not None:
+            row["microseconds_with_quantization"] = with_quantization(self.rounds, x, self.spec, choice)
+        return row
+
+    def error(self, count: int) -> float:
+        """Relative error of the product of `count` tokens."""
+        x = self.activations(count)
+        want = exact_product(x, self.dense, self.spec.scheme.act_bits)
+        got = apply_choice(x, self.packed, self.spec, choose(self.spec, count, x.device))
+        return float((got.double() - want).norm() / want.norm())
+
+
+def make_layer(shape: str, mode: str, dtype: torch.dtype) -> Layer:
+    """A layer with a random weight on the current device."""
+    spec = LinearSpec(*SHAPES[shape], QuantScheme.parse(MODES[mode]), dtype=dtype)
+    weight = random_weight(spec, seed=int(time.time()))
+    packed = pack_weight(weight, spec.scheme.act_bits or 16, weight.codes.device)
+    rounds = [
+        PackedWeight(codes, scales, packed.zeros, packed.columns)
+        for codes, scales in copies((packed.codes, packed.scales))
+    ]
+    return Layer(shape, mode, spec, packed, rounds, weight.dequantize(torch.float32))
 
 
 def with_quantization(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice) -> float:
@@ -98,17 +114,32 @@ def with_quantization(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, c
     return graph_microseconds(lambda i: apply_choice(x, rounds[i % len(rounds)], spec, choice), max(16, len(rounds)))
 
 
-def measure_dense(shape: str, tokens: list[int], dtype: torch.dtype) -> dict[int, float]:
-    """Microseconds of the 16-bit product."""
+def measure_dense(weights: list[tuple[Tensor, ...]], count: int) -> float:
+    """Microseconds of the 16-bit product of `count` tokens by weights that take turns."""
+    x = torch.randn(count, weights[0][0].shape[1], dtype=weights[0][0].dtype, device="cuda")
+    return graph_microseconds(
+        lambda i: torch.nn.functional.linear(x, weights[i % len(weights)][0]), max(16, len(weights))
+    )
+
+
+def measure_shape(
+    shape: str, modes: list[str], tokens: list[int], dtype: torch.dtype, ceiling: float
+) -> tuple[list[Row], dict[tuple[str, int], float]]:
+    """One row for each mode and number of tokens, and the 16-bit product's microseconds by (shape, tokens).
+
+    Few tokens come first and float64 products last: what heats the device slows its clock for what follows.
+    """
     rows, cols = SHAPES[shape]
     weights = copies((torch.randn(rows, cols, dtype=dtype, device="cuda") / cols**0.5,))
-    found = {}
-    for count in tokens:
-        x = torch.randn(count, cols, dtype=dtype, device="cuda")
-        found[count] = graph_microseconds(
-            lambda i, x=x: torch.nn.functional.linear(x, weights[i % len(weights)][0]), max(16, len(weights))
-        )
-    return found
+    layers = {mode: make_layer(shape, mode, dtype) for mode in modes}
+    dense: dict[tuple[str, int], float] = {}
+    found: list[Row] = []
+    for count in sorted(tokens):
+        dense[shape, count] = measure_dense(weights, count)
+        found += [layer.measure(count, ceiling) for layer in layers.values()]
+    for row in found:
+        row["error"] = layers[str(row["mode"])].error(int(str(row["tokens"])))
+    return found, dense
 
 
 def tune_all(shapes: list[str], modes: list[str], tokens: list[int], dtype: torch.dtype) -> list[Row]:
@@ -176,9 +207,9 @@ def main() -> int:
     rows: list[Row] = []
     dense: dict[tuple[str, int], float] = {}
     for shape in shapes:
-        dense |= {(shape, m): us for m, us in measure_dense(shape, tokens, dtype).items()}
-        for mode in modes:
-            rows += measure_mode(shape, mode, tokens, dtype, ceiling)
+        found, times = measure_shape(shape, modes, tokens, dtype, ceiling)
+        rows += found
+        dense |= times
         torch.cuda.empty_cache()
     show(rows, dense, shapes, tokens)
     worst = max(rows, key=lambda r: float(str(r["error"])))

@@ -136,29 +136,29 @@ class LLM:
         found: list[list[TokenLogprobs]] = [[] for _ in pairs]
         done = 0
         for wave in scoring_waves(pairs):
-            for piece, scores in zip(wave, self._scores(wave, pairs)):
-                own, rivals = [scores[0], *scores[1 + len(piece.rivals) :]], scores[1 : 1 + len(piece.rivals)]
-                for i, more in ((piece.pair, own), *((i, [score]) for i, score in zip(piece.rivals, rivals))):
-                    found[i] += more
-                    done += len(found[i]) == len(pairs[i][1])
+            for piece, scores in zip(wave, self._scores(wave)):
+                each = iter(scores)
+                for index, users in enumerate(piece.users):
+                    for own in (users, *(rivals for at, _, rivals in piece.rivals if at == index)):
+                        score = next(each)
+                        for i in own:
+                            found[i].append(score)
+                            done += len(found[i]) == len(pairs[i][1])
             progress("scoring", done, len(pairs))
         return [Loglikelihood(tuple(s.logprob for s in own), all(s.rank == 1 for s in own)) for own in found]
 
-    def _scores(
-        self, wave: Sequence[Piece], pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[TokenLogprobs]]:
-        """Of every piece, in order: its first token, its rivals' first tokens, its other tokens."""
+    def _scores(self, wave: Sequence[Piece]) -> list[list[TokenLogprobs]]:
+        """Of every piece its tokens in order, each with its rivals after it."""
         ids = [f"score-{next(self._ids)}" for _ in wave]
         with self._no_leftovers(ids):
-            requests = [
-                self.engine.add_scoring_request(
-                    request_id,
-                    [*piece.context, *piece.tokens],
-                    score_from=len(piece.context),
-                    rivals=[pairs[i][1][0] for i in piece.rivals],
-                )
-                for request_id, piece in zip(ids, wave)
-            ]
+            requests = []
+            for request_id, piece in zip(ids, wave):
+                start = len(piece.context)
+                rivals: dict[int, list[int]] = {}
+                for index, token, _ in piece.rivals:
+                    rivals.setdefault(start + index, []).append(token)
+                text = [*piece.context, *piece.tokens]
+                requests.append(self.engine.add_scoring_request(request_id, text, score_from=start, rivals=rivals))
             self._run(len(ids), "scoring", silent)
         for request in requests:
             _check_finished(request)

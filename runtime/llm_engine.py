@@ -6,7 +6,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -266,7 +266,7 @@ class LLMEngine:
         *,
         score_from: int = 1,
         kind: Literal["logprobs", "logits"] = "logprobs",
-        rivals: Sequence[int] = (),
+        rivals: Mapping[int, Sequence[int]] | None = None,
     ) -> Request:
         """Queue a text that is scored, not continued: positions `score_from` and up; see Request.
 
@@ -276,11 +276,11 @@ class LLMEngine:
         if not 1 <= score_from <= len(token_ids):
             raise QtoolError(f"score_from must be between 1 and the {len(token_ids)} tokens given, got {score_from}")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        if rivals:
-            self._check_tokens(rivals)
+        for tokens in (rivals or {}).values():
+            self._check_tokens(tokens)
         entry, ids = self._add(request_id, token_ids, params, score_from=score_from, score_kind=kind, generate=False)
         self._outputs.add(request_id, ids, params, generate=False)
-        entry.parts[0].rivals = tuple(rivals)
+        entry.parts[0].rivals = rivals or {}
         return entry.parts[0]
 
     def _add(

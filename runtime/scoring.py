@@ -1,9 +1,9 @@
 """In which order likelihoods of continuations are computed, so that what they have in common is computed once.
 
-Continuations of one context (the choices of one question) share its KV cache, and their first tokens share one row of
-logits: the first of them leads, and has the first tokens of the others scored beside its own. Of the others only what
-follows their first token is left. Contexts that begin alike (few-shot prompts, questions about one text) follow the
-first of them as far as the prefix cache reaches.
+Continuations of one context (the choices of one question) are a tree. One of them leads: its tokens are computed after
+the context, and where others branch off, their next tokens are scored with the same row of logits (its rivals). What
+follows a branch comes in a later wave, which finds all before it in the KV cache. Contexts that begin alike (few-shot
+prompts, questions about one text) follow the first of them as far as the prefix cache reaches.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ class Piece:
     """One text to score.
 
     Attributes:
-        pair: index of the (context, continuation) that it belongs to.
         context: tokens that are not scored.
-        tokens: those that are.
-        rivals: other pairs of the same context; the first token of each is scored in the place of `tokens[0]`.
+        tokens: those that are, and `users`: for each, the pairs whose continuation it belongs to.
+        rivals: (index into `tokens`, token, its pairs): scored in the place of that token.
     """
 
-    pair: int
     context: list[int]
     tokens: list[int]
-    rivals: tuple[int, ...] = ()
+    users: list[list[int]]
+    rivals: list[tuple[int, int, list[int]]]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Pairs whose continuations have their first `depth` tokens in common."""
+
+    depth: int
+    pairs: list[int]
 
 
 def scoring_waves(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[list[Piece]]:
     """Pieces in waves. What a wave computes, the next ones find in the cache.
 
-    A pair is one piece, or one of another pair's `rivals` and, where its continuation has more tokens than one, a later
-    piece of what is left.
+    A pair's tokens are scored in their order, each once.
 
     Args:
         pairs: contexts and continuations of one token or more each.
@@ -46,19 +52,42 @@ def scoring_waves(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Itera
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(pairs):
         by_context.setdefault(tuple(context), []).append(i)
-    groups = list(by_context.values())
-    contexts = [list(pairs[own[0]][0]) for own in groups]
-    first = [[*context, *pairs[own[0]][1]] for context, own in zip(contexts, groups)]
-    for wave in _sharing_waves(first, [len(c) for c in contexts]):
-        yield [Piece(groups[g][0], contexts[g], list(pairs[groups[g][0]][1]), tuple(groups[g][1:])) for g in wave]
-        rest = [
-            Piece(i, [*contexts[g], pairs[i][1][0]], list(pairs[i][1][1:]))
-            for g in wave
-            for i in groups[g][1:]
-            if len(pairs[i][1]) > 1
-        ]
-        for at in range(0, len(rest), WAVE_FOLLOWERS):
-            yield rest[at : at + WAVE_FOLLOWERS]
+    roots = [_Branch(0, own) for own in by_context.values()]
+    first = [[*pairs[root.pairs[0]][0], *pairs[root.pairs[0]][1]] for root in roots]
+    for wave in _sharing_waves(first, [len(pairs[root.pairs[0]][0]) for root in roots]):
+        branches = [roots[i] for i in wave]
+        while branches:
+            later: list[_Branch] = []
+            for at in range(0, len(branches), WAVE_FOLLOWERS):
+                found = [_lead(pairs, branch) for branch in branches[at : at + WAVE_FOLLOWERS]]
+                yield [piece for piece, _ in found]
+                later += [branch for _, more in found for branch in more]
+            branches = later
+
+
+def _lead(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], branch: _Branch) -> tuple[Piece, list[_Branch]]:
+    """The piece of a branch's first pair, and what is left of its other pairs."""
+    context, path = pairs[branch.pairs[0]]
+    users: list[list[int]] = []
+    rivals: list[tuple[int, int, list[int]]] = []
+    rest: list[_Branch] = []
+    going = branch.pairs
+    for depth in range(branch.depth, len(path)):
+        by_token: dict[int, list[int]] = {}
+        for i in going:
+            if len(pairs[i][1]) > depth:
+                by_token.setdefault(pairs[i][1][depth], []).append(i)
+        going = by_token.pop(path[depth])
+        users.append(going)
+        for token, own in by_token.items():
+            rivals.append((depth - branch.depth, token, own))
+            left = [i for i in own if len(pairs[i][1]) > depth + 1]
+            if left:
+                rest.append(_Branch(depth + 1, left))
+    longer = [i for i in going if len(pairs[i][1]) > len(path)]
+    if longer:
+        rest.append(_Branch(len(path), longer))
+    return Piece([*context, *path[: branch.depth]], list(path[branch.depth :]), users, rivals), rest
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

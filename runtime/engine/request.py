@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -47,9 +48,9 @@ class Request:
         score_from: the first prompt position (≥ 1) whose token is to be scored, or None. Position i is scored with
             the logits of position i - 1.
         score_kind: `logprobs` gives one TokenLogprobs per scored position, `logits` one float32 tensor per chunk.
-        rivals: tokens that are scored in the place of the token at `score_from`, too; for `logprobs`.
+        rivals: position → tokens that are scored in the place of the one there, too; for `logprobs`.
         generate: False for a request that is only scored: it ends with its prompt.
-        prompt_scores: what the executor returned for the scored positions, in order; the rivals' come after the first.
+        prompt_scores: what the executor returned for the scored positions, in order, each with its rivals' after it.
         num_scored: scored positions so far (a recomputation does not score again).
         sample_seed: seed of this request's random stream; with the position it decides the draw.
         rank: the lower, the sooner it is served; set when it is queued (engine/policy.py).
@@ -75,7 +76,7 @@ class Request:
     matcher: TokenMatcher | None = None
     score_from: int | None = None
     score_kind: Literal["logprobs", "logits"] = "logprobs"
-    rivals: tuple[int, ...] = ()
+    rivals: Mapping[int, Sequence[int]] = field(default_factory=dict)
     generate: bool = True
     sample_seed: int = 0
     rank: tuple[float, int] = (0.0, 0)

@@ -380,8 +380,7 @@ class ModelRunner:
             before = len(asked)
             for at in span:
                 asked.append(_Asked(row + at, tokens[at], top))
-                if at == work.request.score_from:
-                    asked += [_Asked(row + at, rival, 0) for rival in work.request.rivals]
+                asked += [_Asked(row + at, rival, 0) for rival in work.request.rivals.get(at, ())]
             counts[i] = len(asked) - before
         each = iter([found for piece in _pieces(asked) for found in self._token_logprobs(hidden, piece)])
         for i, count in counts.items():

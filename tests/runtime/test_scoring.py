@@ -16,13 +16,23 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=4), TOKENS), max_size=40))
 def test_every_token_once_after_its_own_context(pairs: list[tuple[list[int], list[int]]]) -> None:
     scored: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)  # (text before, token) by pair
+    computed: set[tuple[tuple[int, ...], ...]] = set()  # context, and text whose last token an earlier wave computed
     for wave in scoring_waves(pairs):
         assert wave
+        texts: list[tuple[tuple[int, ...], ...]] = []
         for piece in wave:
+            assert not texts or len(wave) <= WAVE_FOLLOWERS
             for i, token in enumerate(piece.tokens):
-                scored[piece.pair].append(((*piece.context, *piece.tokens[:i]), token))
-            for rival in piece.rivals:
-                scored[rival].append((tuple(piece.context), pairs[rival][1][0]))
+                before = (*piece.context, *piece.tokens[:i])
+                texts.append((tuple(pairs[piece.users[i][0]][0]), (*before, token)))
+                for pair in piece.users[i]:
+                    scored[pair].append((before, token))
+                for _, rival, users in (r for r in piece.rivals if r[0] == i):
+                    for pair in users:
+                        scored[pair].append((before, rival))
+        assert len(set(texts)) == len(texts), "a token of a text is in two pieces at once"
+        assert not computed & set(texts), "a token is computed again"
+        computed |= set(texts)
     for i, (context, continuation) in enumerate(pairs):
         assert scored[i] == [((*context, *continuation[:j]), token) for j, token in enumerate(continuation)]
 
@@ -35,6 +45,10 @@ def test_choices_follow_the_first_of_their_question() -> None:
     assert {tuple(piece.context) for piece in first} == set(map(tuple, contexts))
     assert [len(piece.rivals) for piece in first] == [2] * 5
     assert [piece.tokens for piece in rest] == [[1]] * 10
+    # two of them go on alike before they part
+    first, second = scoring_waves([(contexts[0], tokens) for tokens in ([7, 1, 2], [7, 1, 3, 4], [7, 5], [8, 9])])
+    assert [(p.tokens, p.rivals) for p in first] == [([7, 1, 2], [(0, 8, [3]), (1, 5, [2]), (2, 3, [1])])]
+    assert [(p.context[20:], p.tokens) for p in second] == [([8], [9]), ([7, 1, 3], [4])]
     # choices of one token need nothing but their question
     (only,) = scoring_waves([(context, [choice]) for choice in (7, 8, 9) for context in contexts])
     assert len(only) == 5
@@ -48,7 +62,7 @@ def test_waves_are_bounded() -> None:
     choices = [([1], [i, 1]) for i in range(WAVE_FOLLOWERS + 11)]
     assert [len(wave) for wave in scoring_waves(choices)] == [1, WAVE_FOLLOWERS, 10]
     (too_long,) = scoring_waves([([1] * WAVE_TOKENS, [5])])
-    assert [piece.pair for piece in too_long] == [0]
+    assert [piece.users for piece in too_long] == [[[0]]]
 
 
 def test_common_prefix() -> None:

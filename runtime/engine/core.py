@@ -156,8 +156,9 @@ class EngineCore:
         """The next step can be submitted before this one's results are known."""
         if isinstance(step.handle, Exception):  # its requests are to end, not to go on
             return False
-        if not all(w.request.may_run_ahead and not w.draft.token_ids for w in step.scheduled):
-            return False
+        for request, _, _, _, _, _, draft in step.scheduled:
+            if draft.token_ids or not request.may_run_ahead:
+                return False
         if self._speculator is None:
             return True
         return not self._speculator.wanted([w.request for w in step.scheduled if w.sample])

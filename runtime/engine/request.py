@@ -182,6 +182,15 @@ class ScheduledRequest(NamedTuple):
     draft: Draft = NO_DRAFT
 
 
+_new = tuple.__new__
+
+
+def decode(request: Request, start: int) -> ScheduledRequest:
+    """The work on one token, without a draft. Every token of every request takes it, and a tuple is made four times as
+    fast without its class's own constructor."""
+    return _new(ScheduledRequest, (request, start, 1, request.block_table, request.generate, False, NO_DRAFT))
+
+
 class StepResult(NamedTuple):
     """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions.
 

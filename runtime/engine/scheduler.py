@@ -21,7 +21,7 @@ from operator import attrgetter
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.policy import POLICIES
-from qtool.runtime.engine.request import NO_DRAFT, Draft, Request, ScheduledRequest, Status, StepResult
+from qtool.runtime.engine.request import NO_DRAFT, Draft, Request, ScheduledRequest, Status, StepResult, decode
 from qtool.runtime.engine.swap import BlockCopy, SwapSpace
 
 ADMIT_SHARE = 16
@@ -136,12 +136,11 @@ class Scheduler:
         before = self.num_preemptions
         # A decode is one token behind: all of them go first, so that no long prefill holds them up.
         prefills: list[Request] = []
+        running = Status.RUNNING
         for request in list(self.running):
             in_flight, start = request.num_in_flight, request.num_computed_tokens
             total = len(request.token_ids) + in_flight
-            if (
-                request.status is not Status.RUNNING
-            ):  # preempted a moment ago, in this loop, or a static batch's padding
+            if request.status is not running:  # preempted a moment ago, in this loop, or a static batch's padding
                 if request.status is Status.FINISHED and start:
                     scheduled[request] = ScheduledRequest(request, start - 1, 1, request.block_table, False, True)
             elif total - start > 1:
@@ -157,7 +156,7 @@ class Scheduler:
                         request, start, 1 + extra, request.block_table, request.generate, False, draft
                     )
                 else:
-                    scheduled[request] = ScheduledRequest(request, start, 1, request.block_table, request.generate)
+                    scheduled[request] = decode(request, start)
         limit = self.config.max_num_batched_tokens
         budget = limit - (sum(work.num_tokens for work in scheduled.values()) if drafts else len(scheduled))
         most = limit if len(prefills) + len(self.waiting) <= 1 else max(1, int(limit * self.config.request_share))
@@ -256,9 +255,9 @@ class Scheduler:
 
     def launched(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Count a step as computed although its results are still to come, so that the next one can be scheduled."""
-        for work in scheduled:
-            work.request.num_computed_tokens = work.start + work.num_tokens
-            work.request.num_in_flight += work.sample
+        for request, start, num_tokens, _, sample, _, _ in scheduled:
+            request.num_computed_tokens = start + num_tokens
+            request.num_in_flight += sample
 
     def _preempt(self, request: Request) -> None:
         """Take a running request off the device; it waits in line by its rank, to start over or to be swapped back."""
@@ -284,52 +283,54 @@ class Scheduler:
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[Request]:
         """Enter a step's results; returns the requests that have something new (a token, or their end)."""
         changed = []
-        block_size = self.kv.block_size
+        block_size, generated = self.kv.block_size, 0
+        running, finished = Status.RUNNING, Status.FINISHED
+        # unpacked, since this loop runs for every token: looking up each name takes longer
         for work, result in zip(scheduled, results, strict=True):
-            request = work.request
-            if work.padding or request.status is Status.FINISHED:
+            request, start, num_tokens, _, sample, padding, draft = work
+            token, logprobs, prompt_scores, num_scored, error, accepted, _ = result
+            status = request.status
+            if padding or status is finished:
                 continue
-            if result.error is not None:
-                log.error("request %s ends with an error: %s", request.request_id, result.error)
-                self.finish(request, "error", result.error)
+            if error is not None:
+                log.error("request %s ends with an error: %s", request.request_id, error)
+                self.finish(request, "error", error)
                 changed.append(request)
                 continue
-            start, done, draft = work.start, work.start + work.num_tokens, work.draft
-            if draft is not NO_DRAFT:
-                done += result.accepted - len(draft.token_ids)
+            done, drafted = start + num_tokens, draft is not NO_DRAFT
+            if drafted:
+                done += accepted - len(draft.token_ids)
             if start < request.num_prompt_tokens:
                 self.prompt_tokens += min(done, request.num_prompt_tokens) - start
             if request.num_in_flight:
-                request.num_in_flight -= work.sample
+                request.num_in_flight -= sample
             ended = None
-            token = result.token_id
             if token is not None:
                 if request.first_token is None:
                     request.first_token = time.monotonic()
-                if draft is not NO_DRAFT:
+                if drafted:
                     ended = self._take(request, work, result)
                 else:
-                    request.token_ids.append(token)
-                    if result.logprobs is not None:
-                        request.logprobs.append(result.logprobs)
-                    self.generation_tokens += 1
-                    total = len(request.token_ids)
+                    token_ids = request.token_ids
+                    token_ids.append(token)
+                    if logprobs is not None:
+                        request.logprobs.append(logprobs)
+                    generated += 1
+                    total = len(token_ids)
                     if (
                         token in request.stop_token_ids
                         or total >= request.max_num_tokens
                         or request.matcher is not None
                     ):
                         ended = _end(request, token, total)
-            if request.status is Status.RUNNING:  # else preempted while the step was on the device: it starts over
-                if (
-                    done > request.num_computed_tokens or draft is not NO_DRAFT
-                ):  # what was rejected is as if never computed
+            if status is running:  # else preempted while the step was on the device: it starts over
+                if done > request.num_computed_tokens or drafted:  # what was rejected is as if never computed
                     request.num_computed_tokens = done
                 if done // block_size > start // block_size:
                     self.kv.publish(request, min(done, len(request.token_ids)))
-            if result.num_scored:
-                request.prompt_scores.extend(result.prompt_scores)
-                request.num_scored += result.num_scored
+            if num_scored:
+                request.prompt_scores.extend(prompt_scores)
+                request.num_scored += num_scored
             if ended is not None:
                 self.finish(request, *ended)
             if token is not None:
@@ -337,6 +338,7 @@ class Scheduler:
             elif not request.generate and request.num_computed_tokens == request.num_tokens:
                 self.finish(request, "stop")
                 changed.append(request)
+        self.generation_tokens += generated
         return changed
 
     def _take(self, request: Request, work: ScheduledRequest, result: StepResult) -> Ending | None:

@@ -203,8 +203,9 @@ class EngineCore:
                     scheduled, results, now - max(step.began, self._entered), proposed=step.proposed
                 )
                 self._entered = now
+        finished = Status.FINISHED
         for request in changed:
-            if request.status is Status.FINISHED:
+            if request.status is finished:
                 del self._requests[request.request_id]
                 self._forget(request)
         self._check_when_idle()

@@ -326,7 +326,7 @@ class Scheduler:
             if status is running:  # else preempted while the step was on the device: it starts over
                 if done > request.num_computed_tokens or drafted:  # what was rejected is as if never computed
                     request.num_computed_tokens = done
-                if done // block_size > start // block_size:
+                if num_tokens > 1 or not done % block_size:  # a block may have become full
                     self.kv.publish(request, min(done, len(request.token_ids)))
             if num_scored:
                 request.prompt_scores.extend(prompt_scores)

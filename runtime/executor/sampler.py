@@ -110,10 +110,7 @@ def token_logprobs(
         rows, seen = torch.arange(len(tokens), device=logits.device), logits
     else:
         seen = logits[rows]
-    own = logits[rows, tokens]
-    # counted in float32, exactly up to 2**24 tokens: on a CPU a sum of booleans takes eight times as long
-    likelier = torch.gt(seen, own[:, None], out=torch.empty_like(seen)).sum(dim=1)
-    ranks = (likelier.long() + 1).tolist()
+    ranks = _ranks(seen, logits[rows, tokens], tokens).tolist()
     values = logprobs[rows, tokens].tolist()
     ids = seen.topk(min(max(tops, default=0), logits.shape[1]), dim=-1).indices
     scores, names = logprobs[rows[:, None], ids].tolist(), ids.tolist()
@@ -121,6 +118,19 @@ def token_logprobs(
         TokenLogprobs(token, value, rank, dict(zip(name[:top], score[:top])))
         for token, value, rank, name, score, top in zip(tokens.tolist(), values, ranks, names, scores, tops)
     ]
+
+
+def _ranks(logits: Tensor, own: Tensor, tokens: Tensor) -> Tensor:
+    """Places [rows] of `tokens` in greedy order, from 1: likelier tokens come before, and equally likely ones of lower
+    id (in 16 bits one likeliest token in fourteen has an equal). `own` are their logits.
+
+    In float32 throughout, exact up to 2**24 tokens: on a CPU booleans take eight times as long.
+    """
+    step = torch.nextafter(own, own.new_tensor(float("-inf"))) - own
+    ids = torch.arange(logits.shape[1], dtype=logits.dtype, device=logits.device)
+    bar = torch.lt(ids, tokens[:, None].to(ids.dtype), out=torch.empty_like(logits))  # 1 where equals come before
+    bar.mul_(step[:, None]).add_(own[:, None])
+    return torch.gt(logits, bar, out=bar).sum(dim=1).long() + 1
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

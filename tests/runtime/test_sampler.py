@@ -142,6 +142,17 @@ def test_ranks_and_empty_tops() -> None:
     assert best.logprob == pytest.approx(-0.916291, abs=1e-5)  # ln 0.4
 
 
+def test_of_equal_logits_the_lowest_id_comes_first() -> None:
+    """As greedy decoding takes them: in 16 bits equals are ordinary, and no two tokens may both be the likeliest."""
+    logits = torch.randint(-2, 3, (40, 300), generator=torch.Generator().manual_seed(5)).float()
+    logits[0] = 0.0
+    places = logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    row_of, tokens = torch.arange(40).repeat_interleave(300), torch.arange(300).repeat(40)
+    found = token_logprobs(logits, tokens, [0] * len(tokens), row_of)
+    assert [f.rank for f in found] == (places.flatten() + 1).tolist()
+    assert [f.token_id for f in found if f.rank == 1] == sample(logits, [row(temperature=0)] * 40)[0]
+
+
 def test_uniforms_are_uniform_and_differ_by_position() -> None:
     draws = uniforms(list(range(50_000)), [3] * 50_000)
     assert 0 <= draws.min()

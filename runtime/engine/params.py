@@ -12,6 +12,9 @@ from qtool.runtime.engine.structured_output import StructuredOutputsParams as St
 MAX_LOGPROBS = 1024
 """Most likeliest tokens that a request may ask for at each position; the server allows fewer."""
 
+MAX_TEMPERATURE = 1e6
+"""All tokens are about as likely there; logits over numbers beyond float32's range would be none."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -43,7 +46,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate, ≥ 1.
-        temperature: 0 is greedy.
+        temperature: in [0, 10⁶]; 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set with this much probability, in (0, 1].
         min_p: drop tokens below this share of the likeliest one's probability, in [0, 1].
@@ -115,7 +118,7 @@ class SamplingParams:
         for name in _NUMBERS:
             need(_is_finite(getattr(self, name)), name, "a finite number")
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(self.temperature >= 0, "temperature", "at least 0")
+        need(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"in [0, {MAX_TEMPERATURE:.0f}]")
         need(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
         need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")

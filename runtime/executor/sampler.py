@@ -19,6 +19,7 @@ from qtool.runtime.executor.structured_output import apply_masks, token_masks
 
 NO_TOKEN = -1
 LOWEST_TEMPERATURE = 1e-3  # that a dynamic one comes down to
+LEAST_MASS = 1e-30  # that top-p and typical-p keep: what is 0 in float32 would keep no token
 CANDIDATES = 1024  # filters look at this many likeliest tokens first, and at all of them only where that is too few
 
 
@@ -270,7 +271,7 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def _typical(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Only the tokens whose surprise is nearest to the entropy, as many as hold `typical_p` (Meister et al. 2022)."""
-    mass = _column(rows, lambda p: float(p.typical_p), scaled)
+    mass = _column(rows, lambda p: max(float(p.typical_p), LEAST_MASS), scaled)
     logprobs = scaled.log_softmax(dim=-1)
     order = (-logprobs - _entropy(logprobs)).abs().argsort(dim=-1, stable=True)
     probs = logprobs.exp().gather(1, order)
@@ -284,7 +285,7 @@ def _filter(scaled: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor
         scaled = _typical(scaled, rows)
     vocab = scaled.shape[1]
     top_k = _column(rows, lambda p: p.top_k if 0 < p.top_k < vocab else vocab, scaled)
-    top_p = _column(rows, lambda p: float(p.top_p), scaled)
+    top_p = _column(rows, lambda p: max(float(p.top_p), LEAST_MASS), scaled)
     min_p = _column(rows, lambda p: float(p.min_p), scaled)
     norm = scaled.logsumexp(dim=-1, keepdim=True)
     for width in (min(CANDIDATES, vocab), vocab):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
 
-from qtool.runtime.engine.params import SamplingParams
+from qtool.runtime.engine.params import MAX_TEMPERATURE, SamplingParams
 from qtool.runtime.server.beams import BeamFields
 from qtool.runtime.server.structured import FormFields
 
@@ -39,7 +39,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
-TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
+MAX_TOKEN_ID = 2**31 - 1  # of any vocabulary; tokenizers fail on numbers beyond 32 bits
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]]
 Prompt = str | TokenIds
 
 
@@ -52,7 +55,7 @@ def _split_prompts(value: Any) -> list[Any]:
         raise ValueError(f"{shape}, not empty")
 
     def is_ids(item: Any) -> bool:
-        return isinstance(item, list) and all(type(token) is int and token >= 0 for token in item)
+        return isinstance(item, list) and all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in item)
 
     if is_ids(value):
         return [value]
@@ -79,7 +82,7 @@ class SamplingRequest(FormFields, BeamFields, ApiModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -96,9 +99,7 @@ class SamplingRequest(FormFields, BeamFields, ApiModel):
     typical_p: float | None = Field(None, gt=0, le=1)
     dynatemp_range: float | None = Field(None, ge=0, allow_inf_nan=False)
     dynatemp_exponent: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024
-    )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=256)
 

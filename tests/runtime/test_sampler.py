@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qtool.runtime.engine.params import SamplingParams
-from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, sample, token_logprobs, uniforms
+from qtool.runtime.executor.sampler import NO_TOKEN, SamplingRow, distribution, sample, token_logprobs, uniforms
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -40,12 +40,22 @@ def normed(*weights: float) -> torch.Tensor:
         ({"min_p": 0.3}, normed(0.4, 0.3, 0.15, 0, 0)),
         ({"top_k": 3, "top_p": 0.8}, normed(0.4, 0.3, 0, 0, 0)),  # 0.4 + 0.3 is 82 % of the three
         ({"top_p": 1e-6}, normed(1, 0, 0, 0, 0)),
+        ({"top_p": 1e-320}, normed(1, 0, 0, 0, 0)),  # 0 in float32
+        ({"temperature": 1e6}, normed(1, 1, 1, 1, 1)),
     ],
 )
 def test_frequencies_follow_the_distribution(params: dict[str, Any], expected: torch.Tensor) -> None:
     got = frequencies(**params)
     assert (got - expected).abs().max() < 0.015  # more than four standard deviations at 20,000 draws
     assert bool((got[expected == 0] == 0).all())
+
+
+@pytest.mark.parametrize(("params", "likeliest"), [({"top_p": 1e-320}, 0), ({"typical_p": 1e-320}, 1)], ids=str)
+def test_filters_leave_a_token_however_little_they_keep(params: dict[str, Any], likeliest: int) -> None:
+    """The surprise of 0.3 (1.20 nats) is nearest to the entropy of PROBS (1.39)."""
+    want = torch.eye(5)[likeliest]
+    assert torch.equal(distribution(PROBS.log()[None], [row(**params)])[0], want)
+    assert torch.equal(frequencies(100, **params), want)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def test_a_ban_that_leaves_nothing_does_not_count() -> None:
     assert sample(PROBS.log()[None], [early])[0] == [3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e6])
+def test_no_temperature_lets_a_forbidden_token_through(temperature: float) -> None:
+    only = row(allowed_token_ids=[3], temperature=temperature, dynatemp_range=temperature)
+    assert sample(PROBS.log()[None], [only])[0] == [3]
+
+
 @pytest.mark.parametrize("mass", [0.1, 0.2, 0.5, 0.9, 0.99])
 def test_typical_sampling_keeps_what_transformers_keeps(mass: float) -> None:
     logits = torch.randn(16, 200, generator=torch.Generator().manual_seed(4)) * 3
@@ -110,6 +116,8 @@ def test_dynamic_temperature_at_its_ends() -> None:
         ({"bad_words": "word"}, "bad_words"),
         ({"bad_words": [""]}, "bad_words"),
         ({"typical_p": 0.0}, r"typical_p must be in \(0, 1\]"),
+        ({"temperature": 1e39}, r"temperature must be in \[0, 1000000\]"),  # infinite in float32
+        ({"temperature": 10**400}, "temperature"),
         ({"dynatemp_range": 1.1}, "dynatemp_range must be between 0 and the temperature"),
         ({"dynatemp_exponent": 0.0}, "dynatemp_exponent"),
         ({"n": 3, "best_of": 2}, "best_of must be between n, which is 3, and 128"),

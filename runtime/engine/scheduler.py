@@ -366,6 +366,7 @@ def _end(request: Request, token: int, total: int) -> Ending | None:
         return "stop", token
     if request.matcher is not None:
         if (misfit := request.matcher.accept(token)) is not None:
+            log.error("request %s left its form: %s", request.request_id, misfit)
             return "error", f"the output left its form: {misfit}"
         if request.matcher.finished:
             return "stop", None

@@ -19,6 +19,7 @@ KEPT_GRAMMARS = 256
 """Compiled forms that are kept for requests with the same one."""
 
 WORD = 32  # tokens in one element of a mask
+MOST_ITEMS = 50_000  # of llguidance's parser at one token, and in one row, where 2,000 would fail with long choices
 
 
 class GrammarMatcher:
@@ -98,8 +99,12 @@ class GrammarCompiler:
                 grammar = llguidance.grammar_from("lark" if lark else "grammar", form.text)
             else:
                 grammar = llguidance.grammar_from(name, form.text)
-            matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+            limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=MOST_ITEMS)
+            matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             error = matcher.get_error()
+            if not error:
+                matcher.compute_bitmask()
+                error = "no text has this form" if matcher.is_error() else ""
         except (ValueError, RecursionError) as refusal:
             error = str(refusal)
         if error:

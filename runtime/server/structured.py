@@ -55,7 +55,8 @@ class StructuredOutputs(BaseModel):
 
     def form(self) -> StructuredOutputsParams | None:
         given = self.model_dump(by_alias=True, exclude_none=True)
-        return StructuredOutputsParams(**given) if any(given.get(name) for name in FORMS) else None
+        named = any(given.get(name, False) is not False for name in FORMS)  # an empty schema is a form: any JSON
+        return StructuredOutputsParams(**given) if named else None
 
 
 class FormFields(BaseModel):

@@ -82,6 +82,11 @@ def test_a_choice_ends_where_nothing_can_follow(llm: LLM) -> None:
         assert (output.stop_reason == 0) == ended
 
 
+def test_choices_may_be_many(llm: LLM) -> None:
+    choices = [f"w{i:04}" for i in range(4096)]
+    assert set(texts(llm, [formed(choice=choices, seed=i) for i in range(4)])) <= set(choices)
+
+
 @pytest.mark.parametrize("grammar", ['start: "(" start ")" | "a"', 'root ::= "(" root ")" | "a"'], ids=["lark", "gbnf"])
 def test_a_grammar_counts_its_parentheses(llm: LLM, grammar: str) -> None:
     bias = {llm.tokenizer.encode("a")[0]: 1.0}
@@ -195,6 +200,9 @@ def test_a_form_is_checked_when_it_is_made(form: dict[str, Any], message: str) -
         ({"regex": "(?<=a)b"}, "look-around"),
         ({"grammar": 'start: "a" b'}, "unknown name"),
         ({"grammar": "root ::= nope"}, "Rule 'nope' not found"),
+        ({"grammar": "root ::= root"}, "no text has this form"),
+        ({"regex": r"[^\s\S]"}, "no text has this form"),
+        ({"json": {"$ref": "#"}}, "no text has this form"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_it_is_queued(llm: LLM, form: dict[str, Any], message: str) -> None:
@@ -212,7 +220,7 @@ def test_without_llguidance_everything_else_runs(tiny_model: Any, monkeypatch: p
         bare.generate(["x"], formed(regex="a"))
 
 
-def test_a_token_that_leaves_the_form_ends_its_request_alone(llm: LLM) -> None:
+def test_a_token_that_leaves_the_form_ends_its_request_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(GrammarMatcher):
         def accept(self, token_id: int) -> str | None:
             return "it was not to be"
@@ -228,6 +236,7 @@ def test_a_token_that_leaves_the_form_ends_its_request_alone(llm: LLM) -> None:
     assert done["free"].finish_reason == "length"
     assert done["bad"].finish_reason == "error"
     assert done["bad"].stop_reason == "the output left its form: it was not to be"
+    assert "it was not to be" in caplog.text, "a client is told to look into the log"
 
 
 @pytest.mark.model

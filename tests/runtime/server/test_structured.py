@@ -11,7 +11,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from qtool.quant.errors import QtoolError
+from qtool.runtime.engine.structured_output import StructuredOutputsParams
 from qtool.runtime.llm_engine import LLMEngine
+from qtool.runtime.server.structured import StructuredOutputs
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,14 @@ def test_completions_have_the_form(client: openai.OpenAI, stream: bool, body: di
         for choice in part.choices:
             texts[choice.index] += choice.text
     assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+def test_an_empty_schema_is_a_form() -> None:
+    """Any JSON, which is not any text; an empty expression is refused, not passed over."""
+    assert StructuredOutputs.model_validate({"json": {}}).form() == StructuredOutputsParams(json={})
+    assert StructuredOutputs.model_validate({"json_object": False, "regex": None}).form() is None
+    with pytest.raises(QtoolError, match="regex must be a text, not empty"):
+        StructuredOutputs.model_validate({"regex": ""}).form()
 
 
 def test_any_json_object(client: openai.OpenAI) -> None:

@@ -12,10 +12,11 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -34,13 +35,19 @@ SHOWN_CHOICES = 3
 class LogitSpool:
     """Logits of some windows on disk: each [positions, vocab] float32. Use it as a context.
 
-    Without a path the file has no name and vanishes with the process; with one it appears there when `seal` is called.
+    Without a path, or where it cannot be written, the file has no name and vanishes with the process; else it appears
+    there when `seal` is called.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._partial = None if path is None else path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._file = tempfile.TemporaryFile() if self._partial is None else self._partial.open("w+b")  # noqa: SIM115
+        self._path, self._partial = None, None
+        if path is not None:
+            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            with suppress(OSError):
+                self._file: IO[bytes] = partial.open("w+b")
+                self._path, self._partial = path, partial
+        if self._partial is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._shape: tuple[int, int] | None = None
         self.checksums: list[int] = []  # one a window
 
@@ -48,20 +55,26 @@ class LogitSpool:
     def open(cls, path: Path, shape: tuple[int, int], checksums: Sequence[int]) -> LogitSpool:
         """Windows that were kept at `path`, each of `shape`. Raises ValueError where they are damaged."""
         spool = cls.__new__(cls)
-        spool._path, spool._partial, spool._file = path, None, path.open("r+b")
+        spool._path, spool._partial, spool._file = path, None, path.open("rb")
         spool._shape, spool.checksums = (int(shape[0]), int(shape[1])), list(checksums)
         for index, checksum in enumerate(spool.checksums):
             flat = spool._read(index)
             if flat.nbytes != spool.positions * spool.vocab * 4 or zlib.crc32(flat.data) != checksum:
                 spool._file.close()
                 raise ValueError(f"the logits of window {index} in {path.name} differ from what was kept")
-        os.utime(path)
+        with suppress(OSError):  # a folder that others write
+            os.utime(path)
         return spool
+
+    @property
+    def named(self) -> bool:
+        """Whether the file has a name, or will have one."""
+        return self._path is not None
 
     @property
     def kept(self) -> bool:
         """Whether the file has a name for later runs."""
-        return self._path is not None and self._partial is None
+        return self.named and self._partial is None
 
     @property
     def positions(self) -> int:
@@ -90,10 +103,14 @@ class LogitSpool:
         self.checksums.append(zlib.crc32(values.data))
 
     def seal(self) -> None:
-        """All windows are there: give the file its name."""
+        """All windows are there: give the file its name, where that can be done."""
         if self._partial is not None and self._path is not None:
             self._file.flush()
-            self._partial.replace(self._path)
+            try:
+                self._partial.replace(self._path)
+            except OSError:
+                self._partial.unlink(missing_ok=True)
+                self._path = None
             self._partial = None
 
     def window(self, index: int) -> Tensor:
@@ -179,9 +196,8 @@ def spool_base(
         for index, logits in enumerate(_logits(served, tokens)):
             if spool is None:
                 size = windows * (context - 1) * logits.shape[1] * 4
-                named = path is not None and room(size)
-                spool = LogitSpool(path if named else None)
-                if not named:
+                spool = LogitSpool(path if path is not None and room(size) else None)
+                if not spool.named:
                     spool.reserve(windows, context - 1, logits.shape[1])
             if not torch.isfinite(logits).all():
                 raise QtoolError(

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtool.evalsets.compare import Comparison, compare, compare_all
+from qtool.evalsets.divergence import LogitSpool
 from qtool.evalsets.kept import Kept, tidy
 from qtool.quant.errors import QtoolError
 
@@ -150,6 +151,30 @@ def test_nothing_is_kept_without_a_folder_or_where_it_cannot_be_written(tmp_path
     blocked = Kept(tmp_path / "file", {})
     blocked.keep("set", {}, 1)
     assert not blocked.room(1)
+
+
+def test_logits_go_without_a_name_where_they_cannot_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(6.0).view(2, 3)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    for path in (tmp_path / "missing" / "logits.bin", taken):
+        with LogitSpool(path) as spool:
+            spool.append(values)
+            spool.seal()
+            assert not spool.kept
+            assert torch.equal(spool.window(0), values)
+    with LogitSpool(tmp_path / "logits.bin") as spool:
+        spool.append(values)
+        spool.seal()
+        assert spool.kept
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["logits.bin", "taken"]
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)  # what others keep is read, too
+    with LogitSpool.open(tmp_path / "logits.bin", (2, 3), spool.checksums) as kept:
+        assert torch.equal(kept.window(0), values)
 
 
 def test_what_was_unused_for_longest_goes_first(tmp_path: Path) -> None:

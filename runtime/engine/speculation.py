@@ -34,7 +34,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens; doubled each time that a trial a
 REFRESH = 50  # steps with drafts between two without, so that these stay measured
 LENGTH = 64.0  # tokens of an output, before any has ended
 ALLOWED_LOSS = 0.01  # of all time: what trials may cost that bring nothing
-FIRST_CREDIT, MOST_CREDIT = 4.0, 16.0  # steps of one sequence
+FIRST_CREDIT, MOST_CREDIT = 4.0, 16.0  # steps of one sequence; nor is more than the latter ever owed
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ class Speculator:
             gained = sum(r.accepted for r in results) / batch
             without = (1 + gained) * self.costs.at(self.costs.plain, batch) * drift.plain
             most = MOST_CREDIT * self.costs.plain[0]
-            self._credit = min(self._credit + without - seconds, most)
+            self._credit = max(-most, min(self._credit + without - seconds, most))
             drafting = sum(k > 0 for k in counts)
             expect = self._predict(batch, drafting, max(counts), sum(counts))
             drift.drafted = _toward(drift.drafted, (seconds - self.proposer.setup_seconds) / expect, 0.1)

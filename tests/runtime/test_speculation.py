@@ -16,7 +16,16 @@ from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.engine.prompt_lookup import PromptLookup, copy_from, find_repeat
 from qtool.runtime.engine.request import Draft, Request, ScheduledRequest, Status, StepResult
 from qtool.runtime.engine.scheduler import SchedulerConfig
-from qtool.runtime.engine.speculation import FIRST_CREDIT, MOST, Speculator, StepCosts, expected, worthwhile
+from qtool.runtime.engine.speculation import (
+    ALLOWED_LOSS,
+    FIRST_CREDIT,
+    MOST,
+    MOST_CREDIT,
+    Speculator,
+    StepCosts,
+    expected,
+    worthwhile,
+)
 
 BLOCK = 8
 FREE = StepCosts((1,), (1.0,), (0.0,), (0.0,))
@@ -325,6 +334,24 @@ def test_drafts_that_fail_cost_no_more_than_is_allowed(batch: int) -> None:
     everything = steps * costs.at(costs.plain, batch)
     assert speculator.num_drafts > 10, "it goes on trying"
     assert lost < 0.015 * everything + FIRST_CREDIT * costs.plain[0] + 2
+
+
+def test_a_step_that_the_machine_held_up_is_forgiven() -> None:
+    """An hour's pause costs as much credit as there can be: it is paid back by one percent of steps without drafts."""
+    speculator = Speculator(Guesser(random.Random(0), 1.0), StepCosts((1,), (1.0,), (0.1,), (0.0,)))
+    requests = running(1, 10**6)
+
+    def step(pause: float = 0.0) -> bool:
+        count = speculator.wanted(requests).get(requests[0], 0)
+        work = ScheduledRequest(requests[0], 0, 1 + count, [], True, False, Draft((1,) * count))
+        result = StepResult(1, accepted=count)  # drafts are always right
+        speculator.observe([work], [result], 1.0 + 0.1 * count + pause * (count > 0), proposed=count > 0)
+        return count > 0
+
+    while not step(pause=3600.0):
+        pass
+    waited = next(i for i in range(10_000) if step())
+    assert waited <= MOST_CREDIT / ALLOWED_LOSS + 1
 
 
 # ---- prompt lookup ----

@@ -27,7 +27,7 @@ from qtool.evalsets.gate import (
 )
 from qtool.evalsets.harness import Generated
 from qtool.evalsets.harness import serve as serve_model
-from qtool.evalsets.items import only_distinct
+from qtool.evalsets.items import check_sets
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import Distribution, describe
 from qtool.evalsets.noise import NoiseFloor
@@ -186,7 +186,7 @@ def compare_all(
     if generations < 0:
         raise QtoolError(f"--generations {generations}: a number of prompts, 0 for none")
     sets = tuple(item_set(task) for task in tasks)
-    only_distinct(sets)
+    check_sets(sets)
     folders = [resolve_model(model, progress=progress) for model in (base, *candidates)]
     described = [_describe(folder) for folder in folders]
     tokenizer, tokenizer_hash = _shared_tokenizer(folders[0], folders[1:])

@@ -75,7 +75,8 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
     """lm-eval's model interface over our runtime, with lm-eval's conventions for tokens.
 
     Strings are encoded as lm-eval's Hugging Face class encodes them: context and continuation together, split at the
-    context's length; an empty context becomes the BOS token (EOS where there is none). The engine batches by itself.
+    context's length; an empty context becomes the BOS token (EOS where there is none), and so does one of spaces alone,
+    which move over to the continuation. The engine batches by itself.
 
     Args:
         pretrained: MODEL (folder, hub id or built-in name), loaded by the runtime; or
@@ -154,20 +155,23 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        for (_, text), _, continuation in requests:
+        for (before, text), _, continuation in requests:
+            where = f"the choice {text[:60]!r} after {before[-60:]!r}"
             if not continuation:
-                raise QtoolError(f"the choice {text!r} adds no token to its context, so it has no likelihood")
+                raise QtoolError(f"{where} adds no token to its context, so it has no likelihood")
             if len(continuation) >= self.max_length:
                 size = f"{len(continuation)} tokens, but the model takes {self.max_length}"
-                raise QtoolError(f"the choice {text[:60]!r} is too long: {size}")
+                raise QtoolError(f"{where} is too long: {size}")
         results = self._score(pairs)
         for (strings, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", strings, result)
         return results
 
     def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Summed log-likelihood and greediness per pair; contexts too long for the model lose their beginning."""
-        fitted = [(context[max(0, len(context) + len(cont) - self.max_length) :], cont) for context, cont in pairs]
+        """Summed log-likelihood and greediness per pair; contexts too long for the model lose their beginning, and one
+        whose spaces went to the continuation, so that none is left, begins as an empty text does."""
+        started = [(context or [self.prefix_token_id], cont) for context, cont in pairs]
+        fitted = [(context[max(0, len(context) + len(cont) - self.max_length) :], cont) for context, cont in started]
 
         def relay(_: str, done: int, total: int) -> None:
             self.progress("likelihoods", done, total)
@@ -220,7 +224,8 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
                     f"{own.max_tokens} tokens of output leave no room for a prompt in the model's {self.max_length}; "
                     "ask for fewer (max_tokens, or lm-eval's max_gen_toks)"
                 )
-        prompts = [self.tok_encode(c)[own.max_tokens - self.max_length :] for c, own in zip(contexts, params)]
+        started = [self.tok_encode(c) or [self.prefix_token_id] for c in contexts]
+        prompts = [ids[own.max_tokens - self.max_length :] for ids, own in zip(started, params)]
         found: list[Generated] = []
         for at in range(0, len(prompts), GENERATED_AT_ONCE):
             part = slice(at, at + GENERATED_AT_ONCE)

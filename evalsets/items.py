@@ -143,8 +143,15 @@ class GenerationSet:
 ItemSet = ChoiceSet | ClozeSet | GenerationSet
 
 
-def only_distinct(sets: Sequence[ItemSet]) -> None:
-    """Refuse two sets of one name, whose results could not be told apart. Raises QtoolError."""
+def check_sets(sets: Sequence[ItemSet]) -> None:
+    """Refuse two sets of one name, whose results could not be told apart, and one with nothing to pair statistics over.
+
+    Raises:
+        QtoolError: naming the set.
+    """
+    for s in sets:
+        if len(s.items) < 2:
+            raise QtoolError(f"--tasks {s.source}: {len(s.items)} item; at least 2 are needed")
     names = [s.name for s in sets]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise QtoolError(f"--tasks: two sets are called {twice!r}; rename one file")

@@ -16,7 +16,7 @@ from typing import Any
 from qtool.evalsets.builtin import BUILT_IN, item_set
 from qtool.evalsets.compare import DEFAULT_SET, Comparison, compare
 from qtool.evalsets.gate import Thresholds
-from qtool.evalsets.items import only_distinct
+from qtool.evalsets.items import check_sets
 from qtool.evalsets.kept import baseline_folder
 from qtool.evalsets.report import write_report
 from qtool.evalsets.report_cells import reasons
@@ -199,7 +199,7 @@ def compress(
         return done
     check_target(out, overwrite=overwrite)
     check_folder(run.report)
-    only_distinct([item_set(task) for task in wish.tasks])
+    check_sets([item_set(task) for task in wish.tasks])
     text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
     latency = run.possible(blank)
     with alone("compress", out):

@@ -54,6 +54,18 @@ def test_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_served: 
         assert greedy_a == greedy_b
 
 
+def test_a_context_of_spaces_begins_as_an_empty_text_does(both: tuple[Any, Path], fake_served: Any) -> None:
+    """lm-eval moves its spaces to the continuation, and then fails on what is left."""
+    theirs, folder = both
+    ours = _ours(folder, fake_served)
+    (moved,) = ours.loglikelihood(_instances("loglikelihood", [(" ", "the mat")]))
+    (empty,) = theirs.loglikelihood(_instances("loglikelihood", [("", " the mat")]))
+    assert moved == (pytest.approx(empty[0], abs=1e-4), empty[1])
+    options = {"until": [], "max_gen_toks": 5}
+    bare, started = ours.generate_until(_instances("generate_until", [("", options), ("<s>", options)]))
+    assert bare == started
+
+
 def test_rolling_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_served: Any) -> None:
     theirs, folder = both
     text = "the rain in the plain and then the winter " * 9
@@ -117,8 +129,10 @@ def test_generation_options_of_lm_eval() -> None:
 
 def test_a_choice_without_tokens_or_too_long_is_refused(both: tuple[Any, Path], fake_served: Any) -> None:
     ours = _ours(both[1], fake_served)
-    with pytest.raises(QtoolError, match="too long"):
-        ours.loglikelihood(_instances("loglikelihood", [("a", " b" * 200)]))
+    with pytest.raises(QtoolError, match="after 'on and on' is too long"):
+        ours.loglikelihood(_instances("loglikelihood", [("on and on", " b" * 200)]))
+    with pytest.raises(QtoolError, match="'e' after 'th' adds no token"):  # "the" is one token, as "th" is
+        ours.loglikelihood(_instances("loglikelihood", [("th", "e")]))
     with pytest.raises(QtoolError, match="pretrained"):
         harness.QtoolLM()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qtool.evalsets.grammar import grammar_set
-from qtool.evalsets.items import ChoiceSet, Item, only_distinct
+from qtool.evalsets.items import ChoiceSet, Item, check_sets
 from qtool.evalsets.own_sets import read_choice_set
 from qtool.quant.errors import QtoolError
 
@@ -78,11 +78,14 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_choice_set(latin)
 
 
-def test_two_sets_of_one_name_are_refused() -> None:
-    one = ChoiceSet("x", (Item("a", "", ("b", "c"), 0),), "here")
-    only_distinct([one])
+def test_two_sets_of_one_name_and_sets_of_one_item_are_refused() -> None:
+    items = tuple(Item(name, "", ("b", "c"), 0) for name in "ab")
+    one = ChoiceSet("x", items, "here")
+    check_sets([one])
     with pytest.raises(QtoolError, match="'x'"):
-        only_distinct([one, one])
+        check_sets([one, one])
+    with pytest.raises(QtoolError, match="here: 1 item; at least 2"):
+        check_sets([ChoiceSet("y", items[:1], "here")])
 
 
 def test_the_grammar_set_is_pinned() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.engine.request import Request, ScheduledRequest
+from qtool.runtime.executor.host_allocator import release_freed_memory
 from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.prompt_graphs import token_counts
 from qtool.runtime.models.decoder import Decoder
@@ -77,9 +78,11 @@ class HostMemory:
         return int(psutil.virtual_memory().total)
 
     def free(self) -> int:
+        release_freed_memory()
         return int(psutil.virtual_memory().available)
 
     def used(self) -> int:
+        release_freed_memory()
         return int(psutil.Process().memory_info().rss)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from contextlib import suppress
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
@@ -31,3 +32,9 @@ def keep_freed_memory() -> bool:
     done = mallopt(M_MMAP_THRESHOLD, LARGEST) == 1 and mallopt(M_TRIM_THRESHOLD, KEPT) == 1
     log.debug("freed memory is kept: %s", done)
     return bool(done)
+
+
+def release_freed_memory() -> None:
+    """Give the kernel back what glibc's malloc keeps: in the process's size it looks like memory in use."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -43,6 +44,7 @@ from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
 from qtool.quant.hub import resolve_model
+from qtool.quant.job import check_seed
 from qtool.quant.progress import ProgressFn, silent
 
 DEFAULT_SET = "grammar"  # the built-in set that is asked where none is named
@@ -185,6 +187,7 @@ def compare_all(
         raise QtoolError("nothing to compare with the base: name at least one candidate")
     if generations < 0:
         raise QtoolError(f"--generations {generations}: a number of prompts, 0 for none")
+    check_seed(seed)
     sets = tuple(item_set(task) for task in tasks)
     check_sets(sets)
     folders = [resolve_model(model, progress=progress) for model in (base, *candidates)]
@@ -233,16 +236,20 @@ def compare_all(
     }
     first = subject(0, "auto")
     comparisons = []
-    with first.logits() as spool:
-        base_tasks = first.answers()
-        base_outputs = first.outputs()
-        noise = first.noise(spool, base_tasks, base_outputs)
+    with _said_of(base):
+        spool = first.logits()
+    with spool:
+        with _said_of(base):
+            base_tasks = first.answers()
+            base_outputs = first.outputs()
+            noise = first.noise(spool, base_tasks, base_outputs)
         base_facts = _model_facts(str(base), described[0], first)
         first.release()
         for index, candidate in enumerate(candidates, 1):
             other = subject(index, kv_cache_dtype)
-            compared, other_tasks = other.compare_text(spool, first.kept.key), other.answers()
-            other_outputs = other.outputs()
+            with _said_of(candidate):
+                compared, other_tasks = other.compare_text(spool, first.kept.key), other.answers()
+                other_outputs = other.outputs()
             other_facts = _model_facts(str(candidate), described[index], other)
             other.release()
             judged = judge_all(
@@ -280,6 +287,15 @@ def compare_all(
                 )
             )
     return comparisons
+
+
+@contextmanager
+def _said_of(model: str | Path) -> Iterator[None]:
+    """Errors of one model among several name it."""
+    try:
+        yield
+    except QtoolError as error:
+        raise QtoolError(f"{model}: {error}") from None
 
 
 def _model_facts(name: str, described: tuple[str, int, str], subject: Subject) -> ModelFacts:

@@ -50,6 +50,12 @@ class Job:
         return self.settings.stages.calibrated or self.kv_int8
 
 
+def check_seed(seed: int) -> None:
+    """Raise QtoolError for a seed that a generator of random numbers does not take."""
+    if not 0 <= seed < 1 << 63:
+        raise QtoolError(f"seed {seed} is not from 0 to 2^63 - 1")
+
+
 def _summarize(notes: Mapping[str, str]) -> tuple[str, ...]:
     """One line for each distinct note, with how many layers it concerns."""
     counts = Counter(notes.values())
@@ -91,8 +97,7 @@ def prepare(
         raise QtoolError(f"unknown grid {grid!r}: use one of {', '.join(GRID_SEARCHES)}")
     if iters < 1:
         raise QtoolError(f"{iters} iterations of the rounding search: use at least 1, or --method gptq for none")
-    if not 0 <= seed < 1 << 63:
-        raise QtoolError(f"seed {seed} is not from 0 to 2^63 - 1")
+    check_seed(seed)
     if kv_cache not in KV_CACHES:
         raise QtoolError(f"KV cache {kv_cache!r} is not supported: use one of {', '.join(KV_CACHES)}")
     if kv_cache == "int8" and format != compressed_tensors.NAME:

@@ -29,6 +29,7 @@ from qtool.quant.device import resolve_device
 from qtool.quant.documents import load_tokenizer
 from qtool.quant.errors import QtoolError
 from qtool.quant.fingerprint import model_fingerprint
+from qtool.quant.job import check_seed
 from qtool.quant.pipeline import quantize
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantPlan
@@ -199,6 +200,7 @@ def compress(
         return done
     check_target(out, overwrite=overwrite)
     check_folder(run.report)
+    check_seed(wish.seed)
     check_sets([item_set(task) for task in wish.tasks])
     text_windows(load_tokenizer(folder), wish.text, windows=wish.windows, context=wish.context)  # too little is refused
     latency = run.possible(blank)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from qtool.evalsets.compare import Comparison, compare
+from qtool.evalsets.compare import Comparison, compare, compare_all
 from qtool.evalsets.divergence import LogitSpool
 from qtool.evalsets.gate import Thresholds
 from qtool.evalsets.report import html, write_report
@@ -170,6 +171,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(tiny: Path, tmp_path: Pat
         ("at least 2 tokens", {"context": 1}),
         ("no such file", {"tasks": [tmp_path / "none.jsonl"]}),
         ("two sets are called", {"tasks": [task, task]}),
+        ("seed -1 is not from 0", {"seed": -1}),
     ]
     for message, options in cases:
         arguments: dict[str, Any] = {"base": tiny, "candidate": tiny, "windows": 4, "context": 96, "serve": serve}
@@ -180,6 +182,15 @@ def test_bad_input_is_refused_before_a_model_is_loaded(tiny: Path, tmp_path: Pat
 def test_a_context_longer_than_the_model_is_refused(tiny: Path, fake_served: Any) -> None:
     with pytest.raises(QtoolError, match="takes 128 tokens at most"):
         compare(tiny, tiny, windows=2, context=129, tasks=[], serve=fake_served)
+
+
+def test_a_candidate_that_computes_no_numbers_is_named(tiny: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QtoolError, match=r"broken: .*NaN"):
+        compare_all(tiny, [tiny, broken], windows=2, context=64, generations=0, tasks=[], device="cpu")
 
 
 def test_the_spool_gives_back_what_it_was_given() -> None:

@@ -201,6 +201,7 @@ def test_bytes_and_time_are_budgets_too(words: list[str], tmp_path: Path, capsys
         (["--seq-len", "1"], "at least 1 sequence of 2 tokens"),
         (["--text", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--windows", "1"], "--windows 1: at least 2"),
+        (["--seed", "-1"], "seed -1 is not from 0"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -25,6 +25,7 @@ from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 INT4_GROUPS = (256, 128, 64, 32)
 ROW_TILE = 64  # the int4 product wants a multiple of 16 rows; with 64 its layout has no odd end
+INT8_COLS = 16  # torch's int8 product reads so many inputs at a time, beyond the end of a row that is no multiple
 WIDE_INT8 = 64  # from this many rows of x on, dense products of weights converted on the fly are faster
 WIDE_INT4 = 256
 INT32_COLS = (1 << 31) // (1 << 14) - 1  # inputs whose products of two int8 always sum up within int32
@@ -251,6 +252,8 @@ def _int8_supports(spec: LinearSpec, device: torch.device) -> str | None:
         return reason
     if spec.scheme.group_size not in (PER_CHANNEL, spec.cols) or not spec.scheme.symmetric or spec.act_order:
         return "it wants one symmetric scale per row"
+    if spec.cols % INT8_COLS:
+        return f"{spec.cols} inputs are no multiple of {INT8_COLS}"
     return None if _int8_runs() else "torch's int8 product does not run here"
 
 

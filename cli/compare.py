@@ -97,6 +97,7 @@ def command(
     from qtool.evalsets.kept import baseline_folder
     from qtool.evalsets.ranking import to_document, worst_verdict
     from qtool.evalsets.report import write_reports
+    from qtool.quant.errors import QtoolError
     from qtool.quant.textfile import check_folder, check_writable, write_text
 
     check_kv_cache_dtype(kv_cache_dtype)
@@ -130,16 +131,22 @@ def command(
             cache=None if no_cache else baseline_folder(),
         )
     past: list[Past] = []
+    unrecorded: QtoolError | None = None  # raised last: what was measured is reported all the same
     if runs is not None:
-        for result in results:
-            runs.add(result, against)
-        past = runs.series(series_of(results[-1]))
+        try:
+            for result in results:
+                runs.add(result, against)
+            past = runs.series(series_of(results[-1]))
+        except QtoolError as error:
+            unrecorded = error
     page, document = write_reports(results, out, ["qtool", *sys.argv[1:]], past)
     if junit is not None:
         write_text(junit, exports.junit(results))
     if markdown is not None:
         write_text(markdown, exports.markdown(results))
     _print(reporter, results)
+    if unrecorded is not None:
+        raise unrecorded
     verdict = worst_verdict(results)
     reporter.line(f"{verdict.value}  (report: {page})")
     reporter.result({**to_document(results), "report": str(page), "json": str(document)})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from qtool.cli.main import run
+from qtool.evalsets.history import FILE, History
 
 SMALL = ["--windows", "2", "--context", "64", "--tasks", "none", "--dtype", "float32", "--device", "cpu", "--no-cache"]
 SMALL += ["--generations", "2"]
@@ -39,6 +42,18 @@ def test_too_few_windows_for_a_narrow_limit_are_inconclusive(tiny: Path, tiny_no
     loose = str(100 * ppl["interval"]["high"] + 1)
     limits = ["--max-kl", str(between), "--max-ppl-increase", loose]
     assert run(["compare", str(tiny), str(tiny_noisy), *SMALL, *limits, "--out", str(tmp_path / "second")]) == 2
+
+
+def test_a_history_that_fails_at_the_end_takes_no_report_away(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    History(tmp_path / "runs")
+    with closing(sqlite3.connect(tmp_path / "runs" / FILE)) as db:
+        db.execute("DROP TABLE metric")
+    out = tmp_path / "out"
+    assert run(["compare", str(tiny), str(tiny), *SMALL, "--out", str(out), "--history", str(tmp_path / "runs")]) == 3
+    assert "cannot be used as a history" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((out / "compare.json").read_text())["verdict"] == "PASS"
 
 
 def test_several_candidates_and_files_for_ci(

@@ -162,7 +162,7 @@ def test_logprobs_beams_and_forms_are_those_of_the_offline_engine(server: Server
     ("fields", "message"),
     [
         ({"prompt": [[1], [2], [320]]}, "prompt token 0 is 320"),
-        ({"prompt": [2**70]}, "cannot be passed to the engine"),
+        ({"prompt": [2**70]}, "prompt: must be a string, a list of strings, a list of token ids"),
         ({"guided_regex": "("}, "structured_outputs"),
         ({"logit_bias": {"5000": 1}}, "5000 is outside the vocabulary"),
     ],

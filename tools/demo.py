@@ -38,7 +38,7 @@ def run(*words: str, ok: tuple[int, ...] = (0,)) -> tuple[int, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where the artifact and the reports go")
-    parser.add_argument("--avg-bits", default="7.5", help="budget: average bits per weight over the blocks' linears")
+    parser.add_argument("--avg-bits", default="6.5", help="budget: average bits per weight over the blocks' linears")
     args = parser.parse_args()
     out: Path = args.out
     if out.exists():

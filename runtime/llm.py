@@ -138,8 +138,8 @@ class LLM:
         for wave in scoring_waves(pairs):
             for piece, scores in zip(wave, self._scores(wave)):
                 each = iter(scores)
-                for index, users in enumerate(piece.users):
-                    for own in (users, *(rivals for at, _, rivals in piece.rivals if at == index)):
+                for users, rivals in zip(piece.users, piece.rivals):
+                    for own in (users, *rivals.values()):
                         score = next(each)
                         for i in own:
                             found[i].append(score)
@@ -154,9 +154,7 @@ class LLM:
             requests = []
             for request_id, piece in zip(ids, wave):
                 start = len(piece.context)
-                rivals: dict[int, list[int]] = {}
-                for index, token, _ in piece.rivals:
-                    rivals.setdefault(start + index, []).append(token)
+                rivals = {start + i: list(tokens) for i, tokens in enumerate(piece.rivals) if tokens}
                 text = [*piece.context, *piece.tokens]
                 requests.append(self.engine.add_scoring_request(request_id, text, score_from=start, rivals=rivals))
             self._run(len(ids), "scoring", silent)

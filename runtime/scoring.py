@@ -24,13 +24,13 @@ class Piece:
     Attributes:
         context: tokens that are not scored.
         tokens: those that are, and `users`: for each, the pairs whose continuation it belongs to.
-        rivals: (index into `tokens`, token, its pairs): scored in the place of that token.
+        rivals: for each, the tokens that are scored in its place too, and their pairs.
     """
 
     context: list[int]
     tokens: list[int]
     users: list[list[int]]
-    rivals: list[tuple[int, int, list[int]]]
+    rivals: list[dict[int, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _lead(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], branch: _Branch)
     """The piece of a branch's first pair, and what is left of its other pairs."""
     context, path = pairs[branch.pairs[0]]
     users: list[list[int]] = []
-    rivals: list[tuple[int, int, list[int]]] = []
+    rivals: list[dict[int, list[int]]] = []
     rest: list[_Branch] = []
     going = branch.pairs
     for depth in range(branch.depth, len(path)):
@@ -79,15 +79,12 @@ def _lead(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], branch: _Branch)
                 by_token.setdefault(pairs[i][1][depth], []).append(i)
         going = by_token.pop(path[depth])
         users.append(going)
-        for token, own in by_token.items():
-            rivals.append((depth - branch.depth, token, own))
-            left = [i for i in own if len(pairs[i][1]) > depth + 1]
-            if left:
-                rest.append(_Branch(depth + 1, left))
-    longer = [i for i in going if len(pairs[i][1]) > len(path)]
-    if longer:
-        rest.append(_Branch(len(path), longer))
-    return Piece([*context, *path[: branch.depth]], list(path[branch.depth :]), users, rivals), rest
+        rivals.append(by_token)
+        rest += [_Branch(depth + 1, own) for own in by_token.values()]
+    rest.append(_Branch(len(path), going))
+    left = [_Branch(b.depth, [i for i in b.pairs if len(pairs[i][1]) > b.depth]) for b in rest]
+    piece = Piece([*context, *path[: branch.depth]], list(path[branch.depth :]), users, rivals)
+    return piece, [b for b in left if b.pairs]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ def test_every_token_once_after_its_own_context(pairs: list[tuple[list[int], lis
                 texts.append((tuple(pairs[piece.users[i][0]][0]), (*before, token)))
                 for pair in piece.users[i]:
                     scored[pair].append((before, token))
-                for _, rival, users in (r for r in piece.rivals if r[0] == i):
+                for rival, users in piece.rivals[i].items():
                     for pair in users:
                         scored[pair].append((before, rival))
         assert len(set(texts)) == len(texts), "a token of a text is in two pieces at once"
@@ -43,11 +43,11 @@ def test_choices_follow_the_first_of_their_question() -> None:
     pairs = [(context, [choice, 1]) for choice in (7, 8, 9) for context in contexts]
     first, rest = scoring_waves(pairs)
     assert {tuple(piece.context) for piece in first} == set(map(tuple, contexts))
-    assert [len(piece.rivals) for piece in first] == [2] * 5
+    assert [list(map(len, piece.rivals)) for piece in first] == [[2, 0]] * 5
     assert [piece.tokens for piece in rest] == [[1]] * 10
     # two of them go on alike before they part
     first, second = scoring_waves([(contexts[0], tokens) for tokens in ([7, 1, 2], [7, 1, 3, 4], [7, 5], [8, 9])])
-    assert [(p.tokens, p.rivals) for p in first] == [([7, 1, 2], [(0, 8, [3]), (1, 5, [2]), (2, 3, [1])])]
+    assert [(p.tokens, p.rivals) for p in first] == [([7, 1, 2], [{8: [3]}, {5: [2]}, {3: [1]}])]
     assert [(p.context[20:], p.tokens) for p in second] == [([8], [9]), ([7, 1, 3], [4])]
     # choices of one token need nothing but their question
     (only,) = scoring_waves([(context, [choice]) for choice in (7, 8, 9) for context in contexts])

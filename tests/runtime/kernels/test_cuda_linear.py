@@ -191,17 +191,6 @@ def test_gemm16_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> Non
             run(weight, tokens, dtype, Gemm16Config(32, 3))
 
 
-@pytest.mark.parametrize("cut", GEMM16_CUTS, ids=str)
-@pytest.mark.parametrize("name", ["w4g128", "w4g32-asym", "w8"])
-def test_gemm16_for_every_cut(name: str, cut: Gemm16Config) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
-    for rows, cols in [(2064, 1024), (48, 11008), (130, 128)]:
-        weight = make_weight(rows, cols, QuantScheme.parse(name))
-        for tokens in (2, 32, 47, 64, 129, 300):
-            run(weight, tokens, torch.float16, cut)
-
-
 @pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
 def test_gemm16_for_an_odd_number_of_chunks(name: str) -> None:
     """Its steps are two chunks of 64 columns: the last one is half empty."""
@@ -237,9 +226,14 @@ WIDE_CUTS = [
 ]
 
 
-@pytest.mark.parametrize("cut", WIDE_CUTS, ids=str)
-@pytest.mark.parametrize("name", ["w4g64a8", "w8a8", "w4g128a8"])
-def test_wide_for_every_cut(name: str, cut: WideConfig) -> None:
+EVERY_CUT: list[tuple[str, Gemm16Config | WideConfig]] = [
+    *((name, cut) for name in ("w4g128", "w4g32-asym", "w8") for cut in GEMM16_CUTS),
+    *((name, cut) for name in ("w4g64a8", "w8a8", "w4g128a8") for cut in WIDE_CUTS),
+]
+
+
+@pytest.mark.parametrize(("name", "cut"), EVERY_CUT, ids=str)
+def test_wgmma_for_every_cut(name: str, cut: Gemm16Config | WideConfig) -> None:
     if not hopper():
         pytest.skip("warpgroup tensor cores are Hopper's")
     for rows, cols in [(2064, 1024), (48, 11008), (130, 128)]:

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.kernels.cuda import gemm, gemm16
+from qtool.runtime.kernels.cuda import gemm, gemm16, stream
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.nvrtc import cache_folder
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -29,10 +30,16 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 MORE_BUCKETS = (512, 1024, 2048)
 """Further ones of products with 16-bit activations."""
 
-Choice = SkinnyConfig | WideConfig | GemmConfig | Gemm16Config | None
+Choice = SkinnyConfig | StreamConfig | WideConfig | GemmConfig | Gemm16Config | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
 
-_KINDS = {SkinnyConfig: "skinny", WideConfig: "wide", GemmConfig: "gemm", Gemm16Config: "gemm16"}
+_KINDS = {
+    SkinnyConfig: "skinny",
+    StreamConfig: "stream",
+    WideConfig: "wide",
+    GemmConfig: "gemm",
+    Gemm16Config: "gemm16",
+}
 
 
 def buckets_of(spec: LinearSpec) -> tuple[int, ...]:
@@ -66,6 +73,8 @@ def decode(entry: list[str | int]) -> Choice:
     if kind == "skinny" and len(numbers) == 6:
         tiles, warps, split, prefetch, prefetch_x, min_blocks = numbers
         return SkinnyConfig(tiles, warps, split, prefetch, bool(prefetch_x), min_blocks)
+    if kind == "stream" and len(numbers) == 3:
+        return StreamConfig(*numbers)
     if kind == "wide" and len(numbers) == 6:
         return WideConfig(*numbers)
     if kind == "gemm" and len(numbers) == 2:
@@ -124,6 +133,11 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
     """
     int8, symmetric = spec.scheme.act_bits is not None, spec.scheme.symmetric
     few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
+    per_sm = -(-spec.rows // 16) / num_sms  # 16-row tiles
+    if capability == (9, 0) and not int8:
+        config = StreamConfig(2, 16) if per_sm < 3 else StreamConfig(2, 8) if per_sm <= 8 else StreamConfig(4, 4)
+        if stream.fits(spec, bucket, config):
+            return config
     if capability == (9, 0) and bucket > few and not int8:
         return gemm16.candidates(spec, bucket, num_sms)[0]
     if capability == (9, 0) and bucket >= 128:  # from here on gemm.cu was the faster
@@ -134,7 +148,6 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
         return WideConfig(min(bucket, 64), warpgroups=2, split=split, prefetch=2, min_blocks=2)
     if bucket > 64:
         return None
-    per_sm = -(-spec.rows // 16) / num_sms  # 16-row tiles
     if bucket > 16:
         return SkinnyConfig(2, 4, prefetch=1) if per_sm > 4 and bucket <= 32 else SkinnyConfig(1, 8, prefetch=1)
     if per_sm < 3:  # few rows: many warps to a block, so that K is short for each
@@ -159,7 +172,7 @@ def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
 
 def serves(choice: Choice, spec: LinearSpec) -> bool:
     """Whether a choice is for such activations: tables of earlier versions named others."""
-    if isinstance(choice, Gemm16Config):
+    if isinstance(choice, Gemm16Config | StreamConfig):
         return not spec.scheme.act_bits
     return spec.scheme.act_bits is not None or not isinstance(choice, WideConfig | GemmConfig)
 

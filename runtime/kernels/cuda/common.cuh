@@ -139,6 +139,21 @@ DEVICE ZeroPoint zero_point(u32 z) {
 }
 
 #if WEIGHT_BITS == 4
+// Of two words with columns 8 t + 2 v, v even and v + 1, the nibbles 0, 1, 4 and 5: the A fragment of m16n8k16 for 16 of
+// the first 32 columns, rows g (a0, a2) and g + 8 (a1, a3). Shifted by 8: of the other 32 columns.
+DEVICE void pairs_to_acts(u32 q0, u32 q1, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4]) {
+#if !BF16
+  a[0] = half_sub2(mask_or(q0, 0x000f000fu, 0x64006400u), z0.low);
+  a[1] = half_fma2(mask_or(q0, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);   // (1024 + 16 q) / 16 - 64 - z
+  a[2] = half_sub2(mask_or(q1, 0x000f000fu, 0x64006400u), z0.low);
+  a[3] = half_fma2(mask_or(q1, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);
+#else
+  a[0] = bf16_fma2(mask_or(q0, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
+  a[1] = bf16_fma2(mask_or(q0 >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+  a[2] = bf16_fma2(mask_or(q1, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
+  a[3] = bf16_fma2(mask_or(q1 >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
+#endif
+}
 // Two columns each of rows g and g + 8 in two halves of the word's nibbles: the A fragment of m16n8k16, rows g (a0, a2) and
 // g + 8 (a1, a3).
 DEVICE void codes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4]) {

@@ -202,16 +202,17 @@ def arch_of(device_index: int) -> str:
 
 
 _HEADERS = {  # common.cuh alone for every other file
-    "wide.cu": ("common.cuh", "hopper.cuh"),
-    "gemm.cu": ("common.cuh", "hopper.cuh"),
-    "gemm16.cu": ("common.cuh", "hopper.cuh"),
-    "flash.cu": ("common.cuh", "hopper.cuh", "exp2.cuh"),
+    "wide.cu": ("common.cuh", "copies.cuh", "hopper.cuh"),
+    "gemm.cu": ("common.cuh", "copies.cuh", "hopper.cuh"),
+    "gemm16.cu": ("common.cuh", "copies.cuh", "hopper.cuh"),
+    "flash.cu": ("common.cuh", "copies.cuh", "hopper.cuh", "exp2.cuh"),
     "rotate.cu": ("common.cuh", "rotate.cuh"),
     "decode_attention.cu": ("common.cuh", "rotate.cuh", "exp2.cuh"),
     "quantize.cu": ("common.cuh", "rows.cuh"),
     "norm.cu": ("common.cuh", "rows.cuh"),
     "silu.cu": ("common.cuh", "rows.cuh", "gated.cuh"),
     "skinny.cu": ("common.cuh", "gated.cuh"),
+    "stream.cu": ("common.cuh", "copies.cuh", "gated.cuh"),
 }
 
 

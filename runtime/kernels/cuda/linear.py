@@ -11,13 +11,14 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, stream, wide
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROUNDED, ROW_MAJOR, Int8Rows, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
@@ -112,6 +113,8 @@ def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choi
                 skinny.multiply(rows.codes, rows.scales, packed, spec, choice, out)
             else:
                 skinny.multiply(x, None, packed, spec, choice, out)
+        elif isinstance(choice, StreamConfig):
+            stream.multiply(x, packed, spec, choice, out)
         elif isinstance(choice, Gemm16Config):
             gemm16.multiply(x, packed, spec, choice, out)
         elif isinstance(choice, WideConfig) and wide.supports(packed, spec):
@@ -147,6 +150,8 @@ def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
 def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
     """Whether the product of so many tokens by gate and up can leave silu(gate) * up, through `apply_gated`."""
     choice = choose(spec, tokens, packed[0].device) if tokens else None
+    if isinstance(choice, StreamConfig):
+        return stream.gates(spec, tokens, choice)
     return isinstance(choice, SkinnyConfig) and skinny.gates(spec, tokens, choice)
 
 
@@ -155,9 +160,12 @@ def apply_gated(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     weight = PackedWeight(*packed)
     x = arrange_activations(x, weight)
     choice = choose(spec, len(x), x.device)
-    assert isinstance(choice, SkinnyConfig)
     out = torch.empty(len(x), spec.rows // 2, dtype=spec.dtype, device=x.device)
-    skinny.multiply(x, None, weight, spec, choice, out, gated=True)
+    if isinstance(choice, StreamConfig):
+        stream.multiply(x, weight, spec, choice, out, gated=True)
+    else:
+        assert isinstance(choice, SkinnyConfig)
+        skinny.multiply(x, None, weight, spec, choice, out, gated=True)
     return out
 
 

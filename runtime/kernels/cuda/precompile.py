@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from qtool.runtime.kernels.cuda import gemm, gemm16, skinny, wide
+from qtool.runtime.kernels.cuda import gemm, gemm16, skinny, stream, wide
 from qtool.runtime.kernels.cuda.choice import Choice, buckets_of, choose
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
@@ -17,6 +17,7 @@ from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.linear import NAME
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import QuantLinear
 
@@ -27,6 +28,9 @@ def _kernel(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> tu
     if isinstance(choice, SkinnyConfig):
         gated = gated and linear.bias is None and skinny.gates(spec, tokens, choice)
         return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
+    if isinstance(choice, StreamConfig):
+        gated = gated and linear.bias is None and stream.gates(spec, tokens, choice)
+        return "stream", stream.macros(spec, packed.scales.dtype, tokens, choice, gated=gated)
     if isinstance(choice, WideConfig) and wide.supports(packed, spec):
         return "wide", wide.macros(spec, packed.scales.dtype, choice)
     if isinstance(choice, GemmConfig) and gemm.supports(packed, spec):

@@ -170,18 +170,11 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
 #if WEIGHT_BITS == 8
               bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j), z0, z1, a[0], a[1]);
               bytes_to_acts(word(slot.codes[n][2 * c + h], 2 * j + 1), z0, z1, a[2], a[3]);
-#elif GROUP == 32                                        // apart from the other 32 columns of the words
-              const u32 q0 = word(slot.codes[n][c], 2 * j), q1 = word(slot.codes[n][c], 2 * j + 1);
-              codes_to_acts(__byte_perm(q0, q1, h ? 0x7351 : 0x6240), z0, z1, a);
-#else                                                    // two columns of each 32
-              codes_to_acts(word(slot.codes[n][c], 2 * h + j), z0, z1, a);
-#endif
-              UNROLL for (int m = 0; m < MT; m++)
-#if WEIGHT_BITS == 4 && GROUP != 32
-                mma(part[m], a, word(x[xs][c][m][0], 2 * h + j), word(x[xs][c][m][1], 2 * h + j));
 #else
-                mma(part[m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
+              const u32 q0 = word(slot.codes[n][c], 2 * j), q1 = word(slot.codes[n][c], 2 * j + 1);
+              pairs_to_acts(q0 >> 8 * h, q1 >> 8 * h, z0, z1, a);
 #endif
+              UNROLL for (int m = 0; m < MT; m++) mma(part[m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
             }
 #else
 #if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value

@@ -16,7 +16,7 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, stream, wide
 from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
@@ -26,6 +26,7 @@ from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
@@ -131,6 +132,8 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
     found: list[Choice] = []
     if tokens <= (skinny.MAX_TOKENS if spec.scheme.act_bits or not hopper else 32):
         found += skinny_candidates(spec, tokens, properties.major >= 9)
+    if hopper and not spec.scheme.act_bits:
+        found += stream.candidates(spec, tokens)
     if hopper and tokens > 8 and not spec.scheme.act_bits:
         found += gemm16.candidates(spec, tokens, properties.multi_processor_count)
     if hopper and tokens > 8 and spec.scheme.act_bits and spec.cols % 128 == 0:
@@ -163,6 +166,8 @@ def precompile(
         if isinstance(choice, SkinnyConfig):
             macros = skinny.macros(spec, torch.float16, chunks, tokens, choice)
             unique["skinny.cu", tuple(sorted(macros.items()))] = None
+        elif isinstance(choice, StreamConfig):
+            unique["stream.cu", tuple(sorted(stream.macros(spec, torch.float16, tokens, choice).items()))] = None
         elif isinstance(choice, WideConfig):
             unique["wide.cu", tuple(sorted(wide.macros(spec, torch.float16, choice).items()))] = None
         elif isinstance(choice, GemmConfig):
@@ -201,6 +206,9 @@ def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec
         rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
         codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
         return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
+    if isinstance(choice, StreamConfig):
+        stream_config = choice
+        return graph_microseconds(lambda i: stream.multiply(x, rounds[i % count], spec, stream_config, out), calls)
     if isinstance(choice, Gemm16Config):
         gemm16_config = choice
         return graph_microseconds(lambda i: gemm16.multiply(x, rounds[i % count], spec, gemm16_config, out), calls)

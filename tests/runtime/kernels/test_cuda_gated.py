@@ -9,19 +9,21 @@ from torch.nn import functional
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import skinny
+from qtool.runtime.kernels.cuda import skinny, stream
 from qtool.runtime.kernels.cuda.choice import choose
 from qtool.runtime.kernels.cuda.layer_ops import CUDA_OPS
 from qtool.runtime.kernels.cuda.layout import pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice, apply_gated, gates
 from qtool.runtime.kernels.cuda.rows import quantize_rows, silu_mul
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
 from qtool.runtime.kernels.layer_ops import TORCH_OPS
 from qtool.runtime.models.layers import make_linear
 
 SEED = torch.seed() % (1 << 31)
 CONFIGS = [SkinnyConfig(2, 4), SkinnyConfig(4, 4, prefetch=1), SkinnyConfig(2, 8, 2, prefetch=1, prefetch_x=True)]
+STREAM_CONFIGS = [StreamConfig(2, 4, 1), StreamConfig(5, 2, 2)]
 SCHEMES = ["w4g128", "w4g32-asym", "w4g128a8", "w8", "w8g64", "w8a8", "w4g64a8-asym"]
 
 
@@ -41,6 +43,11 @@ def test_only_whole_tiles_of_both_halves_gate() -> None:
     assert not skinny.gates(spec, 8, SkinnyConfig(1, 4))
     assert not skinny.gates(LinearSpec(400, 128, QuantScheme(4, 32)), 8, SkinnyConfig(2, 4))  # 12.5 tiles each
     assert not skinny.gates(LinearSpec(416, 128, QuantScheme(4, 32, act_bits=8)), 8, SkinnyConfig(2, 4))
+    assert stream.gates(spec, 8, StreamConfig(5, 4))
+    assert StreamConfig(5, 4).paired == StreamConfig(4, 4)
+    assert not stream.gates(spec, 9, StreamConfig(5, 4))
+    assert not stream.gates(spec, 8, StreamConfig(1, 4))
+    assert not stream.gates(LinearSpec(400, 128, QuantScheme(4, 32)), 8, StreamConfig(5, 4))
 
 
 def activations(tokens: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -50,14 +57,14 @@ def activations(tokens: int, cols: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def largest_error(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+def largest_error(x: Tensor, weight: QuantizedWeight, float32: float = 2e-5) -> tuple[Tensor, Tensor]:
     """float64 silu(gate) * up, and what rounding gate, up and the result to x's type may add (the slope of silu is 1.1
-    at most), with 2e-5 of a sum's size for float32."""
+    at most), with `float32` of a sum's size for that."""
     unit = 2.0 ** (-11 if x.dtype == torch.float16 else -8)
     dense = weight.dequantize(torch.float64).T
     gate, up = (x.double() @ dense).chunk(2, dim=1)
     sizes = (x.double().pow(2) @ dense.pow(2)).sqrt().chunk(2, dim=1)
-    off = [unit * part.abs() + 2e-5 * size for part, size in zip((gate, up), sizes)]
+    off = [unit * part.abs() + float32 * size for part, size in zip((gate, up), sizes)]
     silu = functional.silu(gate)
     bound = 1.1 * off[0] * (up.abs() + off[1]) + silu.abs() * off[1] + unit * (silu * up).abs()
     return silu * up, bound * (1 + 4 * unit) + 1e-7
@@ -85,6 +92,18 @@ def test_the_product_leaves_what_silu_makes_of_it(name: str, dtype: torch.dtype)
                 what = (name, rows, tokens, config, SEED)
                 assert torch.equal(out, silu_mul(apply_choice(x, packed, spec, config), None)), what
                 assert bool(((out.double() - exact).abs() <= bound).all()), what
+            if scheme.act_bits or tokens > 16 or torch.cuda.get_device_capability() != (9, 0):
+                continue
+            _, bound = largest_error(
+                x, weight, 2e-4
+            )  # a thousand times the activations' sum is taken from sums of codes
+            for cut in STREAM_CONFIGS:
+                out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
+                stream.multiply(x, packed, spec, cut, out, gated=True)
+                whole = torch.empty(tokens, rows, dtype=dtype, device="cuda")
+                stream.multiply(x, packed, spec, cut.paired, whole)
+                assert torch.equal(out, silu_mul(whole, None)), (name, rows, tokens, cut, SEED)
+                assert bool(((out.double() - exact).abs() <= bound).all()), (name, rows, tokens, cut, SEED)
 
 
 @pytest.mark.gpu
@@ -106,15 +125,16 @@ def test_a_block_agrees_with_torch(name: str) -> None:
     for tokens in (1, 4, 16, 300):
         x, delta = torch.randn(2, tokens, hidden, device=device).half()
         linears = [lambda y, w=w: functional.linear(y, w) for w in exact]
-        want, stream = TORCH_OPS.gated_mlp(x.double(), delta.double(), norm.double(), 1e-5, *linears)
+        want, residual = TORCH_OPS.gated_mlp(x.double(), delta.double(), norm.double(), 1e-5, *linears)
         got, kept = CUDA_OPS.gated_mlp(x.clone(), delta, norm, 1e-5, *ours)
-        assert float((kept.double() - stream).norm() / stream.norm()) < 1e-3
+        assert float((kept.double() - residual).norm() / residual.norm()) < 1e-3
         assert float((got.double() - want).norm() / want.norm()) < (0.03 if scheme.act_bits else 3e-3), (name, tokens)
         found[tokens] = gates(tokens, packing, spec)
         if found[tokens]:
             y = torch.randn(tokens, hidden, device=device).half()
             packed = pack_weight(gate_up, scheme.act_bits or 16, device)
-            both = apply_choice(y, packed, spec, choose(spec, tokens, device))
+            choice = choose(spec, tokens, device)
+            both = apply_choice(y, packed, spec, choice.paired if isinstance(choice, StreamConfig) else choice)
             assert torch.equal(apply_gated(y, packing, spec), silu_mul(both, None))
     assert found[1] == (scheme.act_bits is None)
     assert not found[300]

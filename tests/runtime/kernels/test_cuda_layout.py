@@ -10,13 +10,24 @@ from torch import Tensor
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import gemm, gemm16
-from qtool.runtime.kernels.cuda.choice import bucket_of, buckets_of, decode, encode, key, rule, save_tuned, serves
+from qtool.runtime.kernels.cuda import gemm, gemm16, stream
+from qtool.runtime.kernels.cuda.choice import (
+    Choice,
+    bucket_of,
+    buckets_of,
+    decode,
+    encode,
+    key,
+    rule,
+    save_tuned,
+    serves,
+)
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -183,9 +194,16 @@ def test_refusals_say_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", [None, SkinnyConfig(2, 8, 1, 2, True, 3), WideConfig(64, 2, 1, 2, 3, 1), Gemm16Config(128, 3, 2)]
+    "choice",
+    [
+        None,
+        SkinnyConfig(2, 8, 1, 2, True, 3),
+        StreamConfig(4, 8, 3),
+        WideConfig(64, 2, 1, 2, 3, 1),
+        Gemm16Config(128, 3, 2),
+    ],
 )
-def test_choices_survive_json(choice: SkinnyConfig | WideConfig | Gemm16Config | None) -> None:
+def test_choices_survive_json(choice: Choice) -> None:
     assert decode(encode(choice)) == choice
 
 
@@ -203,8 +221,9 @@ def test_choices_for_other_activations_do_not_serve() -> None:
     for either in (None, SkinnyConfig(1, 4)):
         assert serves(either, w4a8)
         assert serves(either, w4a16)
-    assert serves(Gemm16Config(64, 3), w4a16)
-    assert not serves(Gemm16Config(64, 3), w4a8)
+    for only_16_bits in (Gemm16Config(64, 3), StreamConfig(2, 8)):
+        assert serves(only_16_bits, w4a16)
+        assert not serves(only_16_bits, w4a8)
 
 
 def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
@@ -216,6 +235,28 @@ def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
                 assert config.stages(spec) >= 3
                 assert config.shared_bytes(spec) <= 226 * 1024
                 assert config.split <= 8
+
+
+def test_every_cut_of_stream_fits_a_multiprocessor() -> None:
+    for name in ("w4g128", "w4g32-asym", "w8", "w8g32-asym"):
+        spec = LinearSpec(4096, 4096, QuantScheme.parse(name))
+        assert not stream.candidates(spec, 17)
+        for tokens in (1, 8, 16):
+            assert stream.candidates(spec, tokens)
+            for config in stream.candidates(spec, tokens):
+                blocks = config.resident(spec, tokens)
+                assert blocks * (config.shared_bytes(spec, tokens) + 1024) <= 228 * 1024
+                assert blocks * config.warps <= 64
+                assert config.warps * config.prefetch <= 32  # steps of 128 columns
+
+
+def test_the_rings_hold_activations_codes_scales_and_zero_points() -> None:
+    spec = LinearSpec(4096, 4096, QuantScheme.parse("w4g32-asym"))
+    acts, codes, scales, zeros = 128 * 8 * 2, 3 * 16 * 128 // 2, 3 * 16 * 4 * 2, 3 * 16 * 4
+    assert StreamConfig(3, 4, 2).shared_bytes(spec, 5) == 8 * (acts + codes + scales + 256)  # zeros: to 128 bytes
+    assert zeros <= 256
+    sums = 16 * 16 * (4 * 16 + 8) * 4
+    assert StreamConfig(4, 16, 1).shared_bytes(LinearSpec(64, 2048, QuantScheme(4)), 16) == max(sums, 16 * 8192)
 
 
 def test_the_estimate_fills_the_device() -> None:
@@ -239,6 +280,9 @@ def test_the_rule_stays_within_what_the_device_can(capability: tuple[int, int], 
             elif isinstance(choice, GemmConfig):
                 assert capability == (9, 0)
                 assert choice in gemm.configs(spec, exact=True)
+            elif isinstance(choice, StreamConfig):
+                assert capability == (9, 0)
+                assert stream.fits(spec, bucket, choice)
             elif isinstance(choice, SkinnyConfig):
                 assert bucket <= 64
                 assert choice.split == 1 or capability >= (9, 0)
@@ -277,5 +321,7 @@ def test_the_shipped_table_can_be_used() -> None:
             assert choice in gemm16.configs(spec, int(bucket))
         elif isinstance(choice, GemmConfig):
             assert choice in gemm.configs(spec, exact=True)
+        elif isinstance(choice, StreamConfig):
+            assert stream.fits(spec, int(bucket), choice)
         elif isinstance(choice, SkinnyConfig):
             assert choice.shared_bytes(int(bucket)) <= 227 * 1024

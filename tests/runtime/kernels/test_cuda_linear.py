@@ -20,6 +20,7 @@ from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, pack_wei
 from qtool.runtime.kernels.cuda.linear import apply_choice
 from qtool.runtime.kernels.cuda.rows import quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
+from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -163,6 +164,52 @@ def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
                 run(weight, tokens, torch.float16, cut)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
+def test_stream_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    """Cuts with few tiles, and with so many that sums are of codes as they are set in."""
+    if not hopper():
+        pytest.skip("the tensor copy engine is Hopper's")
+    for rows, cols in [(208, 1152), (520, 640), (37, 128)]:
+        weight = make_weight(rows, cols, scheme)
+        for tokens in (1, 7, 8, 9, 16):
+            run(weight, tokens, dtype, StreamConfig(2, 4, 1))
+            run(weight, tokens, dtype, StreamConfig(5, 2, 3))
+
+
+STREAM_CUTS = [
+    StreamConfig(1, 8, 3),
+    StreamConfig(2, 16),
+    StreamConfig(3, 8, 1),
+    StreamConfig(4, 4, 3),
+    StreamConfig(6, 4),
+]
+
+
+@pytest.mark.parametrize("cut", STREAM_CUTS, ids=str)
+@pytest.mark.parametrize("name", ["w4g128", "w4g128-asym", "w4g32", "w8"])
+def test_stream_for_every_cut(name: str, cut: StreamConfig) -> None:
+    if not hopper():
+        pytest.skip("the tensor copy engine is Hopper's")
+    for rows, cols in [(2064, 1024), (48, 11008)]:
+        weight = make_weight(rows, cols, QuantScheme.parse(name))
+        spec = LinearSpec(rows, cols, weight.scheme, dtype=torch.float16)
+        for tokens in (1, 3, 8, 11, 16):
+            if cut.resident(spec, tokens):
+                run(weight, tokens, torch.float16, cut)
+
+
+@pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
+def test_stream_for_an_odd_number_of_chunks(name: str) -> None:
+    """Its steps are two chunks of 64 columns: the last one is half empty."""
+    if not hopper():
+        pytest.skip("the tensor copy engine is Hopper's")
+    for cols in (64, 192, 576):
+        weight = make_weight(200, cols, QuantScheme.parse(name))
+        for tokens in (1, 10):
+            run(weight, tokens, torch.float16, StreamConfig(3, 4, 1))
+
+
 GEMM16_CUTS = [
     Gemm16Config(tokens, warpgroups, split)
     for tokens, warpgroups, split in [
@@ -274,6 +321,7 @@ def test_scale_types(group: int, scale_dtype: torch.dtype) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         run(weight, 4, dtype, SkinnyConfig(1, 4))
         if hopper():
+            run(weight, 4, dtype, StreamConfig(4, 2))
             run(weight, 40, dtype, Gemm16Config(64, 2))
 
 
@@ -283,6 +331,7 @@ def test_act_order(name: str) -> None:
     for tokens in (1, 16, 100):
         run(weight, tokens, torch.float16, SkinnyConfig(2, 4) if tokens <= 64 else None)
     if hopper() and not weight.scheme.act_bits:
+        run(weight, 6, torch.float16, StreamConfig(4, 2))
         run(weight, 100, torch.float16, Gemm16Config(64, 2))
 
 

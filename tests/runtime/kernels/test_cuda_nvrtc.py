@@ -98,7 +98,12 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if arch == "sm_90a":
         wide = {"TOKENS": 64, "WG": 2, "NT": 1, "SK": 2, "PF": 2, "STAGES": 4, "MINB": 2}
         gemm16 = {"TOKENS": 96, "CW": 3, "SPLIT": 2, "STAGES": 3}
-        jobs += [("wide.cu", weight | wide | {"ACT_BITS": 8, "ASYM": 0}), ("gemm16.cu", weight | gemm16)]
+        stream = {"MT": 1, "NT": 4, "KW": 4, "PF": 3, "MINB": 3, "GATED": 1}
+        jobs += [
+            ("wide.cu", weight | wide | {"ACT_BITS": 8, "ASYM": 0}),
+            ("gemm16.cu", weight | gemm16),
+            ("stream.cu", weight | stream),
+        ]
     for file, macros in jobs:
         image = nvrtc.compile_cuda(source(file), arch, macros, name=file.removesuffix(".cu"))
         assert image.startswith(b"\x7fELF")

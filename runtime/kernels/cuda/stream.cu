@@ -30,6 +30,7 @@
 #define CODES_AT (KW * PF * X_BYTES)
 #define SCALES_AT (CODES_AT + KW * PF * CODE_BYTES)
 #define ZEROS_AT (SCALES_AT + KW * PF * ROOM(SCALE_BYTES))
+#define BARRIERS_AT (ZEROS_AT + KW * PF * ROOM(ZERO_BYTES))
 
 #if SUMS_AS_CODED
 // The powers that codes of rows g and of rows g + 8 are set in.
@@ -64,11 +65,10 @@ extern "C" __global__ void __launch_bounds__(KW * 32, MINB)
 stream(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int N, int steps,
        const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
-  extern __shared__ __align__(1024) u8 shared[];         // the rings; later partial sums [KW][M][LD]
-  __shared__ __align__(8) u64 full[KW * PF];
+  extern __shared__ __align__(1024) u8 shared[];         // the rings, their barriers; later partial sums [KW][M][LD]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int tiles = (N + 15) >> 4;
-  const u32 shared_at = (u32)__cvta_generic_to_shared(shared), full_at = (u32)__cvta_generic_to_shared(full + warp * PF);
+  const u32 shared_at = (u32)__cvta_generic_to_shared(shared), full_at = shared_at + BARRIERS_AT + warp * PF * 8;
   auto tile_of = [&](int n) {                            // a block's n-th; half of them are of gate, half the same of up
     return (int)blockIdx.x * (NT / PARTS) + n % (NT / PARTS) + n / (NT / PARTS) * (tiles / 2);
   };

@@ -20,7 +20,7 @@ _CODE_WORDS = 256  # 32-bit, of a tile in one copy
 _GATED_TOKENS = 8  # as in skinny.gates
 # Of an SM:
 _SHARED_BYTES = 228 * 1024
-_OVERHEAD_BYTES = 2048  # of them, what the system and the barriers of a block take
+_SYSTEM_BYTES = 1024  # of them, for each block
 _REGISTERS = 65536
 _THREADS = 2048
 
@@ -49,22 +49,23 @@ class StreamConfig:
         return dataclasses.replace(self, tiles=self.tiles // 2 * 2)
 
     def shared_bytes(self, spec: LinearSpec, tokens: int, *, gated: bool = False) -> int:
-        """Dynamic shared memory of a block: the rings; later one partial sum a warp."""
+        """Dynamic shared memory of a block: the rings and a barrier a slot; later one partial sum a warp."""
         group, parts = kernel_group(spec.scheme), 2 if gated else 1
         pairs = self.tiles * 8 * (_STEP_COLUMNS // group) if group else 0
 
         def room(size: int) -> int:
             return parts * _round(size // parts, 128)
 
-        step = 2048 * token_tiles(tokens) + self.tiles * spec.scheme.bits * 256 + room(pairs * 4)
+        token_room = 8 * token_tiles(tokens)
+        step = token_room * 256 + self.tiles * spec.scheme.bits * 256 + room(pairs * 4)
         step += 0 if spec.scheme.symmetric else room(pairs * 2)
-        return max(self.warps * self.prefetch * step, self.warps * tokens * (self.tiles * TILE_ROWS + 8) * 4)
+        return self.warps * max(self.prefetch * (step + 8), token_room * (self.tiles * TILE_ROWS + 8) * 4)
 
     def resident(self, spec: LinearSpec, tokens: int, *, gated: bool = False) -> int:
         """Blocks that an SM should hold at once; 0: it cannot hold one."""
         registers = _round((4 * self.tiles + 24) * token_tiles(tokens) + 46, 8)  # sums, activations, the rest
         threads = self.warps * 32
-        by_shared = _SHARED_BYTES // (self.shared_bytes(spec, tokens, gated=gated) + _OVERHEAD_BYTES)
+        by_shared = _SHARED_BYTES // (self.shared_bytes(spec, tokens, gated=gated) + _SYSTEM_BYTES)
         return min(by_shared, _REGISTERS // (registers * threads), _THREADS // threads)
 
 
@@ -101,7 +102,8 @@ def candidates(spec: LinearSpec, tokens: int) -> list[StreamConfig]:
 
 def gates(spec: LinearSpec, tokens: int, config: StreamConfig) -> bool:
     """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other (skinny.gates)."""
-    return spec.rows % (2 * TILE_ROWS) == 0 and config.tiles > 1 and tokens <= _GATED_TOKENS
+    whole = spec.rows % (2 * TILE_ROWS) == 0 and config.tiles > 1
+    return whole and tokens <= _GATED_TOKENS and config.paired.resident(spec, tokens, gated=True) > 0
 
 
 def macros(
@@ -129,8 +131,8 @@ def kernel(
     gated: bool = False,
 ) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
-    limit = config.shared_bytes(spec, 8 * token_tiles(tokens), gated=gated)
     chosen = macros(spec, packed.scales.dtype, tokens, config, gated=gated)
+    limit = config.shared_bytes(spec, tokens, gated=gated)
     return load_kernel(device, "stream.cu", "stream", chosen, shared_limit=limit)
 
 

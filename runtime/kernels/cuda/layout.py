@@ -6,9 +6,9 @@ lane's activations of a chunk are two runs of 16 bytes, and its weights 16 bytes
 cores contract over columns in any order, as long as both operands agree; this order is theirs.
 
 For 16-bit activations, word v of a lane's 16 bytes holds columns 8 t + 2 v, 8 t + 2 v + 1 of both h (8 bits: of one).
-So a lane of skinny.cu finds all of its columns in its own 16 bytes, and ldmatrix, which hands word v of four lanes t to
-lane v, gives gemm16.cu what the tensor cores want beside activations that lie as they come. Units of 16 bytes are
-exchanged within 128 (lane i lies at place i xor i / 8), for ldmatrix to meet no bank conflicts.
+So a lane of skinny.cu and stream.cu finds all of its columns in its own 16 bytes, and ldmatrix, which hands word v of
+four lanes t to lane v, gives gemm16.cu what the tensor cores want beside activations that lie as they come. Units of 16
+bytes are exchanged within 128 (lane i lies at place i xor i / 8), for ldmatrix to meet no bank conflicts.
 
 Nothing is padded to more than 16 rows and 64 columns: kernels mask the rows beyond N.
 """

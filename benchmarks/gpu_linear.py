@@ -4,7 +4,9 @@
     python benchmarks/gpu_linear.py --tune          # measure all cuts first; kept for this machine
 
 Method: the copy ceiling is measured first. Every product is replayed from a CUDA graph over weights that take turns
-and together exceed the L2 cache; medians. Inputs are fresh random numbers; the relative error is against the float64
+and together exceed the L2 cache; cuBLAS and the modes take turns three times, from 256 tokens on each for 0.1 s before
+it is timed (what large products reach is a matter of power, and the second to run would find the device hot); medians.
+Inputs are fresh random numbers; the relative error is against the float64
 product of the dequantized weight (for int8 activations: with the activations rounded to int8). "share" is the packed
 weight's bytes over the time, over the copy ceiling. With --json or $OUT, all figures are written as JSON.
 """
@@ -12,10 +14,12 @@ weight's bytes over the time, over the copy ceiling. With --json or $OUT, all fi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,8 +30,8 @@ from qtool.quant.scheme import QuantScheme
 from qtool.runtime.kernels.cuda.choice import Choice, bucket_of, buckets_of, choose, encode, save_tuned
 from qtool.runtime.kernels.cuda.layout import PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
-from qtool.runtime.kernels.cuda.timing import copies, copy_ceiling, graph_microseconds
-from qtool.runtime.kernels.cuda.tuning import candidates, precompile, product_microseconds, random_weight, tune
+from qtool.runtime.kernels.cuda.timing import copies, copy_ceiling, graph_microseconds, in_turns, settling
+from qtool.runtime.kernels.cuda.tuning import candidates, precompile, product, random_weight, tune
 from qtool.runtime.kernels.interface import LinearSpec
 
 SHAPES = {  # name → (rows, cols)
@@ -68,17 +72,19 @@ class Layer:
         """Fresh random ones. [count, K]"""
         return torch.randn(count, self.spec.cols, device=self.dense.device).to(self.spec.dtype)
 
-    def measure(self, count: int, ceiling: float) -> Row:
-        """Times for `count` tokens."""
-        x = self.activations(count)
-        out = torch.full((count, self.spec.rows), torch.nan, dtype=self.spec.dtype, device=x.device)
-        choice = choose(self.spec, count, x.device)
-        microseconds = product_microseconds(self.rounds, x, self.spec, choice, out)
+    def product(self, x: Tensor) -> Callable[[int], object]:
+        """The product of x by the chosen kernel."""
+        out = torch.full((len(x), self.spec.rows), torch.nan, dtype=self.spec.dtype, device=x.device)
+        return product(self.rounds, x, self.spec, choose(self.spec, len(x), x.device), out)
+
+    def row(self, x: Tensor, microseconds: float, ceiling: float) -> Row:
+        """What is told of a product that took so long."""
+        choice = choose(self.spec, len(x), x.device)
         size = sum(t.numel() * t.element_size() for t in (self.packed.codes, self.packed.scales, self.packed.zeros))
         row: Row = {
             "shape": self.shape,
             "mode": self.mode,
-            "tokens": count,
+            "tokens": len(x),
             "microseconds": microseconds,
             "bytes": size,
             "gbs": size / microseconds / 1e3,
@@ -114,12 +120,9 @@ def with_quantization(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, c
     return graph_microseconds(lambda i: apply_choice(x, rounds[i % len(rounds)], spec, choice), max(16, len(rounds)))
 
 
-def measure_dense(weights: list[tuple[Tensor, ...]], count: int) -> float:
-    """Microseconds of the 16-bit product of `count` tokens by weights that take turns."""
-    x = torch.randn(count, weights[0][0].shape[1], dtype=weights[0][0].dtype, device="cuda")
-    return graph_microseconds(
-        lambda i: torch.nn.functional.linear(x, weights[i % len(weights)][0]), max(16, len(weights))
-    )
+def dense_product(weights: list[tuple[Tensor, ...]], x: Tensor) -> Callable[[int], object]:
+    """The 16-bit product of x by weights that take turns."""
+    return lambda i: torch.nn.functional.linear(x, weights[i % len(weights)][0])
 
 
 def measure_shape(
@@ -127,7 +130,7 @@ def measure_shape(
 ) -> tuple[list[Row], dict[tuple[str, int], float]]:
     """One row for each mode and number of tokens, and the 16-bit product's microseconds by (shape, tokens).
 
-    Few tokens come first and float64 products last: what heats the device slows its clock for what follows.
+    Float64 products come last: what heats the device slows its clock for what follows.
     """
     rows, cols = SHAPES[shape]
     weights = copies((torch.randn(rows, cols, dtype=dtype, device="cuda") / cols**0.5,))
@@ -135,8 +138,11 @@ def measure_shape(
     dense: dict[tuple[str, int], float] = {}
     found: list[Row] = []
     for count in sorted(tokens):
-        dense[shape, count] = measure_dense(weights, count)
-        found += [layer.measure(count, ceiling) for layer in layers.values()]
+        x = torch.randn(count, cols, device="cuda").to(dtype)
+        calls = [dense_product(weights, x), *(layer.product(x) for layer in layers.values())]
+        each = max(16, len(weights), *(len(layer.rounds) for layer in layers.values()))
+        dense[shape, count], *times = in_turns(calls, each, settle=settling(count))
+        found += [layer.row(x, us, ceiling) for layer, us in zip(layers.values(), times, strict=True)]
     for row in found:
         row["error"] = layers[str(row["mode"])].error(int(str(row["tokens"])))
     return found, dense
@@ -206,8 +212,10 @@ def main() -> int:
     timings = tune_all(shapes, modes, tokens, dtype) if args.tune else []
     rows: list[Row] = []
     dense: dict[tuple[str, int], float] = {}
-    for shape in shapes:
-        found, times = measure_shape(shape, modes, tokens, dtype, ceiling)
+    few = [t for t in tokens if not settling(t)]
+    many = [t for t in tokens if settling(t)]  # of all shapes after those of few: they heat the device
+    for part, shape in itertools.product((few, many), shapes):
+        found, times = measure_shape(shape, modes, part, dtype, ceiling)
         rows += found
         dense |= times
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,15 @@ def _cpu_times(weights: dict[LinearCase, list[LinearFn]], x: Tensor) -> dict[Lin
 
 
 def _gpu_times(weights: dict[LinearCase, list[LinearFn]], x: Tensor) -> dict[LinearCase, float]:
-    from qtool.runtime.kernels.cuda.timing import graph_microseconds
+    from qtool.runtime.kernels.cuda.timing import in_turns, settling
 
-    def one(copies: list[LinearFn]) -> float:
-        return graph_microseconds(lambda i: copies[i % len(copies)](x), max(16, len(copies)), _ROUNDS)
+    def product(copies: list[LinearFn]) -> Callable[[int], object]:
+        return lambda i: copies[i % len(copies)](x)
 
     with torch.inference_mode():
-        return {case: one(copies) for case, copies in weights.items()}
+        calls = max(16, *(len(copies) for copies in weights.values()))
+        times = in_turns([product(copies) for copies in weights.values()], calls, settle=settling(len(x)))
+    return dict(zip(weights, times, strict=True))
 
 
 def copy_ceiling(device: torch.device) -> float:

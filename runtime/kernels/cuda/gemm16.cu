@@ -6,13 +6,15 @@
 // tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
 //
 // SPLIT blocks of a cluster each take a share of K; partial sums meet in distributed shared memory, without atomics.
-// SPLIT 1: blocks take tiles in turn, and copies are ahead of the products across tiles.
+// SPLIT 1: blocks take tiles in turn and share what is left of the last round evenly, step by step (Stream-K, Osama et al.
+// 2023, arXiv 2301.03598); copies are ahead of the products across tiles.
 //
 // Group scales multiply the weights in the activations' type, sums are float32. What bounds it: issue slots up to about 64
-// tokens (a weight takes seven instructions for two), then the tensor cores, then power.
+// tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
-//   hopper.cuh; SPLIT; STAGES. After hopper.cuh.
+//   hopper.cuh; SPLIT; STAGES; BLOCKS, LAUNCHES
+//   at most. After hopper.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of half a step
@@ -27,7 +29,7 @@
 #define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
 #define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
 #define RING (STAGES * (2 * HALF_X + 2 * HALF_CODES + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
-#define TURN_TOKENS (TOKENS % 64 == 0 ? 64 : TOKENS == 16 ? 16 : 32)    // that leave at a time
+#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)    // that leave at a time
 #define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 
@@ -87,7 +89,8 @@ DEVICE void make_fragment(const Weights& w, int half, int s, u32 (&f)[4]) {
   const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
 #endif
 #if WEIGHT_BITS == 4
-  codes_to_acts(__byte_perm(w.codes[half][0][t], w.codes[half][0][t + 1], s >> 1 ? 0x7351 : 0x6240), z0, z1, f);
+  const int shift = 8 * (s >> 1);
+  pairs_to_acts(w.codes[half][0][t] >> shift, w.codes[half][0][t + 1] >> shift, z0, z1, f);
 #else
   bytes_to_acts(w.codes[half][s >> 1][t], z0, z1, f[0], f[1]);
   bytes_to_acts(w.codes[half][s >> 1][t + 1], z0, z1, f[2], f[3]);
@@ -101,22 +104,62 @@ DEVICE void make_fragment(const Weights& w, int half, int s, u32 (&f)[4]) {
 #endif
 }
 
+// Where the tiles left over after `rounds` tiles of every block are cut, counted in steps: the part of `block` begins here.
+DEVICE int part_begins(int block, int all, int tiles, int rounds) {
+  return (int)((long long)max(0, tiles - rounds * (int)gridDim.y) * all * block / (int)gridDim.y);
+}
+
+// Steps [begin, end) of a tile.
+struct Share { int tile, begin, end; };
+
+// The n-th share of this block: a whole tile (all: its steps) in each round, then what its part has of one tile after another.
+// Empty past the last.
+DEVICE Share nth_share(int n, int all, int tiles, int rounds) {
+  const int tile = blockIdx.y + n * gridDim.y;
+  if (n < rounds) return {tile, 0, tile < tiles ? all : 0};
+  const int first = part_begins(blockIdx.y, all, tiles, rounds), last = part_begins(blockIdx.y + 1, all, tiles, rounds);
+  const int left = first / all + n - rounds;             // tile of those left over
+  return {rounds * (int)gridDim.y + left, max(0, first - left * all), min(all, last - left * all)};
+}
+
+DEVICE u32 load_acquire(const u32* p) {
+  u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
+DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+// Another block wrote it: not from L1.
+DEVICE float4 load_partial(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
 // What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by 64; the weight's codes, scales and zero points
 // as in skinny.cu, a row for every tile of 16, in boxes of TILES rows and half a step (codes) or a step. Past the last
 // column all are zeros.
 struct Maps { TensorMap x, codes, scales, zeros; };
 
-// S: float [N] per channel (GROUP 0); Z: zero points per channel. Grid: (SPLIT, tiles) or (1, blocks).
+// Whether a warpgroup has left its sums, by launch (those of a kernel take turns) and block; zeros after the launch again.
+__device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
+
+// S: float [N] per channel (GROUP 0); Z: zero points per channel. Grid: (SPLIT, tiles) or (1, blocks), all of which run at
+// once. P: room for the sums of every block where tiles are shared, [blocks, CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int N, int chunks,
+gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P, int M, int N, int chunks, int rounds, int turn,
        const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
   extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be the same in a warp
   const int rank = SPLIT > 1 ? blockIdx.x : 0;
   const int token_tiles = (M + TOKENS - 1) / TOKENS, tiles = (N + ROWS - 1) / ROWS * token_tiles;
-  const int all = (chunks + 1) / 2, begin = all * rank / SPLIT, steps = all * (rank + 1) / SPLIT - begin;  // of a tile
+  const int all = (chunks + 1) / 2;                      // steps of a tile
+  int number = 0;
+  Share share = {(int)blockIdx.y, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+  auto take = [&]() {                                    // the next share, if there is one
+    if (SPLIT > 1) return number++ == 0;
+    share = nth_share(number++, all, tiles, rounds);
+    return share.begin < share.end;
+  };
   const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * 2 * HALF_X;
   [[maybe_unused]] const u32 scales = codes + STAGES * 2 * HALF_CODES, zeros = scales + STAGES * ROUND(SCALE_BYTES);
   u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
@@ -140,9 +183,9 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
     const int kind = warp - TILES;                       // of what this warp copies
     if (lane == 0 && kind < COPIES) {
       if (kind == 0) pdl_wait();                         // the weights are there already
-      for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
-        const int token = tile % token_tiles * TOKENS, row = tile / token_tiles * TILES;
-        for (int step = begin; step < begin + steps; step++) {
+      while (take()) {
+        const int token = share.tile % token_tiles * TOKENS, row = share.tile / token_tiles * TILES;
+        for (int step = share.begin; step < share.end; step++) {
           const u32 barrier = full_at + 8 * stage;
           [[maybe_unused]] const int group = step * SCALES * 8;
           barrier_wait(empty_at + 8 * stage, phase ^ 1);
@@ -183,8 +226,8 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
   u32 unit = codes + warp * (512 * LOADS) + (lane >> 1 & 3) * 128 +
              ((((lane & 1) * 4 + (lane >> 3)) ^ (lane >> 1 & 3)) << 4);
   [[maybe_unused]] u32 pair = scales + (warp * SCALES * 8 + g) * 4, zero_pair = zeros + (warp * SCALES * 8 + g) * 2;
-  u32 first_operand = (acts >> 4) | (1u << 16);          // low word of a descriptor: 32 bytes of a token, K contiguous
-  asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair), "+r"(first_operand));
+  const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
+  asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
   auto operand = [&](int stage, int half, int s) {       // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
     return (u64)(first_operand + (stage * 2 + half) * (HALF_X / 16) + s * 2) | (64ull << 32) | (1ull << 62);
   };
@@ -194,9 +237,10 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
   pdl_wait();
   // Where blocks take several tiles, warpgroups start half a step apart: then not all of them store results at once.
   const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
-  if (apart && warpgroup > 0) meet_warpgroups(warpgroup);
-  for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
-    const int first_row = tile / token_tiles * ROWS, first_token = tile % token_tiles * TOKENS;
+  while (take()) {
+    if (apart && warpgroup > 0 && number == 1) meet_warpgroups(warpgroup);
+    const int first_row = share.tile / token_tiles * ROWS, first_token = share.tile % token_tiles * TOKENS;
+    const int steps = share.end - share.begin;
     Weights w;                                           // of the next step
 #if ASYM && !GROUP
     w.zero[0] = __ldg(Z + min(first_row / 16 + warp, (N - 1) >> 4) * 8 + g);
@@ -230,14 +274,15 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
       UNROLL for (int s = 0; s < 4; s++) wgmma(sum, a[half][s], operand(stage, half, s));
       wgmma_commit();
     };
-    int now = stage, before = stage;                     // stages of this step and of the one before
+    int now = stage;                                     // the stage of this step
     if (steps > 0) {
       fetch();
       make(0);
     }
+    int before = now;                                    // the stage of the step before
     for (int i = 0; i < steps; i++) {
       multiply(now, 0);
-      if (apart && warpgroup + 1 < CW && i == 0 && tile == blockIdx.y) pass_warpgroups(warpgroup + 1);
+      if (apart && warpgroup + 1 < CW && number == 1 && i == 0) pass_warpgroups(warpgroup + 1);
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
       make(1);
@@ -249,6 +294,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
       make(0);                                           // past the last step of no use, and no harm
     }
     wgmma_wait<0>();
+    if (SPLIT == 1) release(before);
 
 #if SPLIT > 1
     asm volatile("bar.sync 0, %0;" ::"n"(128 * CW) : "memory");   // every step has been read: their memory takes the sums
@@ -280,7 +326,36 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
       }
     }
 #else
-    if (steps > 0) release(before);
+    float4* parts = P + warpgroup * (TOKENS / 8 * 128) + (threadIdx.x & 127);   // of a block: every thread's own sums
+    const int part = CW * (TOKENS / 8) * 128;
+    if (share.begin > 0) {                               // the block that has the tile's beginning takes them from here
+      UNROLL for (int j = 0; j < TOKENS / 8; j++)
+        parts[blockIdx.y * part + j * 128] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      sync_warpgroup(warpgroup);
+      if ((threadIdx.x & 127) == 0) store_release(&sums_are_left[turn][blockIdx.y][warpgroup], 1);
+      __syncwarp();                                      // or the compiler takes the warp for divided from here on
+      continue;
+    }
+    const int tile_end = (share.tile - rounds * (int)gridDim.y + 1) * all;
+    for (int other = blockIdx.y + 1; share.end < all; other++) {
+      const int begin = part_begins(other, all, tiles, rounds);
+      if (begin >= tile_end) break;
+      if (begin == part_begins(other + 1, all, tiles, rounds)) continue;   // has no part
+      if ((threadIdx.x & 127) == 0) {
+        u32* flag = &sums_are_left[turn][other][warpgroup];
+        while (!load_acquire(flag)) {}
+        *flag = 0;                                       // for the next launch
+      }
+      sync_warpgroup(warpgroup);
+      UNROLL for (int j = 0; j < TOKENS / 8; j++) {
+        const float4 v = load_partial(parts + other * part + j * 128);
+        sum[j][0] += v.x;
+        sum[j][1] += v.y;
+        sum[j][2] += v.z;
+        sum[j][3] += v.w;
+      }
+    }
     float gain[2] = {1.f, 1.f};                          // of rows g and g + 8
 #if !GROUP
     UNROLL for (int k = 0; k < 2; k++) gain[k] = __ldg((const float*)S + min(first_row + warp * 16 + g + 8 * k, N - 1));

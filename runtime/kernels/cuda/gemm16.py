@@ -17,13 +17,19 @@ from qtool.runtime.kernels.interface import LinearSpec
 _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
 _MOST_STAGES = 8
 _STEP_COLUMNS = 128
-_TOKENS = (16, 32, 64, 96, 128, 192)
-_WIDEST = {2: 192, 3: 192, 4: 64}  # tokens whose sums fit the registers, by warpgroups
+_TOKENS = (16, 32, 64, 96, 128, 192, 256)
+_WIDEST = {2: 256, 3: 192, 4: 64}  # tokens whose sums fit the registers, by warpgroups
 # Measured on an H200. Clusters that it holds at once, by their blocks (its processing clusters differ in size);
 # microseconds of a step for each warpgroup, by tokens: up to 64 bound by issue slots, then by the tensor cores.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
-_STEP_US = {16: 0.165, 32: 0.167, 64: 0.205, 96: 0.262, 128: 0.33, 192: 0.55}
+_STEP_US = {16: 0.165, 32: 0.167, 64: 0.205, 96: 0.27, 128: 0.37, 192: 0.55, 256: 0.74}
 _TILE_US = 2.7  # its beginning and its end
+_MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
+_LAUNCHES = 256  # of a kernel that may be under way at once
+_turns = itertools.cycle(range(_LAUNCHES))
+
+
+EVEN = 0
 
 
 def _round(size: int) -> int:
@@ -37,7 +43,8 @@ class Gemm16Config:
     Attributes:
         tokens: of a tile (TOKENS): 16, or a multiple of 32 up to 256.
         warpgroups: of a block that multiply, 64 rows of the weight each (CW), 2 to 4.
-        split: blocks of a cluster with a share of K each (SPLIT): one of 1, 2, 3, 4, 5, 6, 8.
+        split: blocks of a cluster with a share of K each (SPLIT): one of 1, 2, 3, 4, 5, 6, 8; EVEN: no clusters, and
+            tiles that would leave part of the device idle in the last round are shared evenly by all blocks.
     """
 
     tokens: int
@@ -56,7 +63,9 @@ class Gemm16Config:
 
     @property
     def _out_bytes(self) -> int:
-        return self.warpgroups * min(64, self.tokens) * 128 if self.split == 1 else 0
+        """Of results on their way to memory: of 32 or 64 tokens at a time."""
+        together = 32 if self.tokens == 256 else min(64, self.tokens)
+        return self.warpgroups * together * 128 if self.split <= 1 else 0
 
     def _stage_bytes(self, spec: LinearSpec) -> int:
         group = kernel_group(spec.scheme)
@@ -74,33 +83,47 @@ class Gemm16Config:
         return max(self.stages(spec) * self._stage_bytes(spec) + self._out_bytes, sums)
 
 
-def configs(spec: LinearSpec, tokens: int) -> list[Gemm16Config]:
-    """Ways to cut the product with so many tokens that fit registers and shared memory."""
-    found = []
-    for size, warpgroups, split in itertools.product(_TOKENS, _WIDEST, _CLUSTERS):
-        config = Gemm16Config(size, warpgroups, split)
-        needed = size == _TOKENS[0] or size < 2 * tokens
-        fits = size <= _WIDEST[warpgroups] and config.stages(spec) >= 3 and config.shared_bytes(spec) <= _SHARED_BYTES
-        if needed and fits:
-            found.append(config)
-    return found
-
-
 def _tiles(spec: LinearSpec, tokens: int, config: Gemm16Config) -> int:
     return -(-spec.rows // config.rows) * -(-tokens // config.tokens)
 
 
+def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[Gemm16Config]:
+    """Ways to cut the product with so many tokens that fit registers and shared memory."""
+    found = []
+    for size, warpgroups, split in itertools.product(_TOKENS, _WIDEST, (EVEN, *_CLUSTERS)):
+        config = Gemm16Config(size, warpgroups, split)
+        needed = size == _TOKENS[0] or size < 2 * tokens
+        fits = size <= _WIDEST[warpgroups] and config.stages(spec) >= 3 and config.shared_bytes(spec) <= _SHARED_BYTES
+        tiles = _tiles(spec, tokens, config)
+        if needed and fits and (split != EVEN or (tiles > num_sms and tiles % num_sms)):
+            found.append(config)
+    return found
+
+
+def blocks_and_rounds(tiles: int, config: Gemm16Config, num_sms: int) -> tuple[int, int]:
+    """Blocks, and rounds in which each takes a whole tile, of a cut without clusters; tiles beyond those are shared."""
+    blocks = min(tiles, num_sms)
+    whole, left = divmod(tiles, blocks)
+    if config.split == EVEN and left:
+        return blocks, whole - 1  # those of the last full round are shared too: at least a tile for each block
+    return blocks, whole + (left > 0)
+
+
 def microseconds(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: int) -> float:
-    """About what the product takes: rounds over the device by what a tile takes."""
-    rounds = -(-_tiles(spec, tokens, config) // max(1, _CLUSTERS[config.split] * num_sms // 132))
-    steps = -(-spec.cols // (_STEP_COLUMNS * config.split))
-    meeting = 0.5 + config.tokens / 100 if config.split > 1 else 0.0
-    return rounds * (steps * config.warpgroups * _STEP_US[config.tokens] + _TILE_US + meeting)
+    """About what the product takes: the steps of a block by what a step takes, and beginnings and ends of tiles."""
+    tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
+    step_us = config.warpgroups * _STEP_US[config.tokens]
+    if config.split <= 1:
+        blocks, rounds = blocks_and_rounds(tiles, config, num_sms)
+        most = -(-tiles * steps // blocks) if rounds * blocks < tiles else rounds * steps
+        return most * step_us + (rounds + (rounds * blocks < tiles) * 2.5) * _TILE_US
+    rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
+    return rounds * (-(-steps // config.split) * step_us + _TILE_US + 0.5 + config.tokens / 100)
 
 
 def candidates(spec: LinearSpec, tokens: int, num_sms: int, most: int = 5) -> list[Gemm16Config]:
     """The ways to cut the product that should take the least time, first the one that should take least of all."""
-    return sorted(configs(spec, tokens), key=lambda c: microseconds(spec, tokens, c, num_sms))[:most]
+    return sorted(configs(spec, tokens, num_sms), key=lambda c: microseconds(spec, tokens, c, num_sms))[:most]
 
 
 def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> Macros:
@@ -108,8 +131,10 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> 
     return weight_macros(spec, scale_dtype) | {
         "TOKENS": config.tokens,
         "CW": config.warpgroups,
-        "SPLIT": config.split,
+        "SPLIT": max(1, config.split),
         "STAGES": config.stages(spec),
+        "BLOCKS": _MOST_BLOCKS,
+        "LAUNCHES": _LAUNCHES,
     }
 
 
@@ -142,13 +167,19 @@ def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Co
         packed: a weight for 16-bit activations.
         out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
     """
-    tiles, slots = _tiles(spec, len(x), config), num_sms(x.device.index)
-    whole = config.split == 1  # blocks take tiles in turn
+    tiles = _tiles(spec, len(x), config)
+    blocks, rounds, turn, room = tiles, 1, 0, out
+    if config.split <= 1:
+        blocks, rounds = blocks_and_rounds(tiles, config, min(num_sms(x.device.index), _MOST_BLOCKS))
+    if rounds * blocks < tiles:
+        turn = next(_turns)
+        room = torch.empty(blocks * config.rows * config.tokens, dtype=torch.float32, device=x.device)
+    sizes = (len(x), spec.rows, packed.chunks, rounds, turn)
     kernel(x.device, packed, spec, config).launch(
-        (config.split, min(tiles, slots) if whole else tiles, 1),
+        (max(1, config.split), blocks, 1),
         config.threads,
-        (packed.scales, packed.zeros, out, len(x), spec.rows, packed.chunks, _maps(x, packed, spec, config)),
+        (packed.scales, packed.zeros, out, room, *sizes, _maps(x, packed, spec, config)),
         shared_bytes=config.shared_bytes(spec),
-        cluster=None if whole else (config.split, 1, 1),
+        cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,
     )

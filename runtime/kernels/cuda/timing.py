@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,8 +33,12 @@ def copies(tensors: Sequence[Tensor], most: int = 48) -> list[tuple[Tensor, ...]
     return [tuple(tensors), *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
 
 
-def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9) -> float:
-    """Median microseconds of one `call(i)`, i = 0 .. calls - 1 captured into one CUDA graph and replayed."""
+def settling(tokens: int) -> float:
+    """Seconds after which a product of so many tokens runs at the clock that its power allows."""
+    return 0.1 if tokens >= 256 else 0.0
+
+
+def _capture(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -44,8 +49,37 @@ def graph_microseconds(call: Callable[[int], object], calls: int, replays: int =
     with torch.cuda.graph(graph):
         for i in range(calls):
             call(i)
-    graph.replay()
-    return 1e3 * _median_milliseconds(graph.replay, replays) / calls
+    return graph
+
+
+def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9, settle: float = 0.0) -> float:
+    """Median microseconds of one `call(i)`, i = 0 .. calls - 1 captured into one CUDA graph and replayed.
+
+    Args:
+        call: enqueues the work.
+        calls: in the graph.
+        replays: that are timed.
+        settle: seconds of replays before, after which the clock is the one that the work's own power allows.
+    """
+    return in_turns([call], calls, replays, settle, rounds=1)[0]
+
+
+def in_turns(
+    work: Sequence[Callable[[int], object]], calls: int, replays: int = 9, settle: float = 0.0, rounds: int = 3
+) -> list[float]:
+    """graph_microseconds of several kinds of work that take turns, so that none always meets a cooler device; medians
+    of all `rounds`."""
+    graphs = [_capture(call, calls) for call in work]
+    found: list[list[float]] = [[] for _ in work]
+    for _ in range(rounds):
+        for graph, times in zip(graphs, found, strict=True):
+            until = time.perf_counter() + settle
+            graph.replay()
+            while time.perf_counter() < until:
+                graph.replay()
+                torch.cuda.synchronize()
+            times.append(1e3 * _median_milliseconds(graph.replay, replays) / calls)
+    return [statistics.median(times) for times in found]
 
 
 def copy_ceiling(device: torch.device) -> float:

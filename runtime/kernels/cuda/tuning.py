@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds
+from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds, settling
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -199,36 +199,37 @@ def random_weight(spec: LinearSpec, seed: int = 0) -> QuantizedWeight:
     return QuantizedWeight(codes, scale.half(), zero, scheme)
 
 
-def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
-    """Microseconds of one product by one choice over weights that take turns. Rounding activations to int8 does not
-    count: a layer before can do it."""
+def product(
+    rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor
+) -> Callable[[int], object]:
+    """The product by one choice as a function of a number, by which weights take turns. Rounding activations to int8 is
+    done already: a layer before can do it."""
     x = arrange_activations(x, rounds[0])
-    calls, count = max(16, len(rounds)), len(rounds)
+    count = len(rounds)
     if isinstance(choice, SkinnyConfig):
-        config = choice
         rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
         codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
-        return graph_microseconds(lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, config, out), calls)
+        return lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, choice, out)
     if isinstance(choice, StreamConfig):
-        stream_config = choice
-        return graph_microseconds(lambda i: stream.multiply(x, rounds[i % count], spec, stream_config, out), calls)
+        return lambda i: stream.multiply(x, rounds[i % count], spec, choice, out)
     if isinstance(choice, Gemm16Config):
-        gemm16_config = choice
-        return graph_microseconds(lambda i: gemm16.multiply(x, rounds[i % count], spec, gemm16_config, out), calls)
+        return lambda i: gemm16.multiply(x, rounds[i % count], spec, choice, out)
     if isinstance(choice, WideConfig):
-        wide_config, ready = choice, quantize_rows(x, choice.tokens)
-        return graph_microseconds(
-            lambda i: wide.multiply(ready.codes, ready.scales, rounds[i % count], spec, wide_config, out), calls
-        )
+        ready = quantize_rows(x, choice.tokens)
+        return lambda i: wide.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
     if isinstance(choice, GemmConfig):
-        gemm_config, ready = choice, quantize_rows(x, choice.tokens)
-        return graph_microseconds(
-            lambda i: gemm.multiply(ready.codes, ready.scales, rounds[i % count], spec, gemm_config, out), calls
-        )
+        ready = quantize_rows(x, choice.tokens)
+        return lambda i: gemm.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
     if multiplies_int8(rounds[0], spec):
         plain = quantize_rows(x, ROW_MAJOR)
-        return graph_microseconds(lambda i: int8_product(plain, rounds[i % count], spec, out), calls)
-    return graph_microseconds(lambda i: dequantize.multiply(x, rounds[i % count], spec, out), calls)
+        return lambda i: int8_product(plain, rounds[i % count], spec, out)
+    return lambda i: dequantize.multiply(x, rounds[i % count], spec, out)
+
+
+def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
+    """Microseconds of one product by one choice over weights that take turns."""
+    call = product(rounds, x, spec, choice, out)
+    return graph_microseconds(call, max(16, len(rounds)), settle=settling(len(x)))
 
 
 def tune(

@@ -237,6 +237,18 @@ def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
                 assert config.split <= 8
 
 
+def test_tiles_left_over_are_shared_where_the_last_round_would_be_partly_idle() -> None:
+    whole, even = Gemm16Config(256, 2), Gemm16Config(256, 2, gemm16.EVEN)
+    assert gemm16.blocks_and_rounds(172, whole, 132) == (132, 2)
+    assert gemm16.blocks_and_rounds(172, even, 132) == (132, 0)  # 1.3 tiles for each
+    assert gemm16.blocks_and_rounds(688, even, 132) == (132, 4)  # four whole ones, then 160 shared
+    assert gemm16.blocks_and_rounds(264, even, 132) == (132, 2)
+    assert gemm16.blocks_and_rounds(90, even, 132) == (90, 1)
+    spec = LinearSpec(22016, 4096, QuantScheme.parse("w4g128"))
+    assert even in gemm16.configs(spec, 256, 132)
+    assert even not in gemm16.configs(spec, 256, 172)
+
+
 def test_every_cut_of_stream_fits_a_multiprocessor() -> None:
     for name in ("w4g128", "w4g32-asym", "w8", "w8g32-asym"):
         spec = LinearSpec(4096, 4096, QuantScheme.parse(name))

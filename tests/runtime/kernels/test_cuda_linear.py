@@ -14,8 +14,9 @@ from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import kernels
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
+from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
+from qtool.runtime.kernels.cuda.gemm16 import EVEN, Gemm16Config, blocks_and_rounds
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
 from qtool.runtime.kernels.cuda.rows import quantize_rows
@@ -222,6 +223,10 @@ GEMM16_CUTS = [
         (128, 3, 1),
         (192, 3, 2),
         (192, 2, 1),
+        (64, 2, EVEN),
+        (128, 3, EVEN),
+        (256, 2, EVEN),
+        (256, 2, 1),
     ]
 ]
 
@@ -256,6 +261,25 @@ def test_gemm16_takes_more_tiles_than_multiprocessors() -> None:
         weight = make_weight(4096, 1024, QuantScheme.parse(name))
         run(weight, 1600, torch.float16, cut)
         run(weight, 1600, torch.bfloat16, cut)
+
+
+@pytest.mark.parametrize("cut", [Gemm16Config(128, 3, EVEN), Gemm16Config(192, 2, EVEN), Gemm16Config(256, 2, EVEN)])
+@pytest.mark.parametrize("name", ["w4g64", "w4g32-asym", "w4"])
+def test_gemm16_shares_the_last_tiles_evenly(name: str, cut: Gemm16Config) -> None:
+    if not hopper():
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    weight = make_weight(4000, 1088, QuantScheme.parse(name))
+    spec = LinearSpec(4000, 1088, weight.scheme, dtype=torch.float16)
+    packed = pack_weight(weight, 16, device())
+    x = activations(1600, 1088, torch.float16)
+    tiles = -(-4000 // cut.rows) * -(-1600 // cut.tokens)
+    blocks, rounds = blocks_and_rounds(tiles, cut, num_sms(0))
+    assert rounds * blocks < tiles  # else nothing is shared
+    first = apply_choice(x, packed, spec, cut)
+    check(first, x, weight, (name, cut))
+    for _ in range(300):  # more launches than take turns: each must leave its flags as it found them
+        again = apply_choice(x, packed, spec, cut)
+    assert torch.equal(first, again)
 
 
 WIDE_CUTS = [

@@ -115,8 +115,9 @@ def microseconds(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: i
     step_us = config.warpgroups * _STEP_US[config.tokens]
     if config.split <= 1:
         blocks, rounds = blocks_and_rounds(tiles, config, num_sms)
-        most = -(-tiles * steps // blocks) if rounds * blocks < tiles else rounds * steps
-        return most * step_us + (rounds + (rounds * blocks < tiles) * 2.5) * _TILE_US
+        if rounds * blocks < tiles:  # three ends of tiles more; blocks at different columns meet less in L2
+            return -(-tiles * steps // blocks) * step_us * 1.03 + (rounds + 3) * _TILE_US
+        return rounds * (steps * step_us + _TILE_US)
     rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
     return rounds * (-(-steps // config.split) * step_us + _TILE_US + 0.5 + config.tokens / 100)
 

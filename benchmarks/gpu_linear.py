@@ -214,7 +214,7 @@ def main() -> int:
     dense: dict[tuple[str, int], float] = {}
     few = [t for t in tokens if not settling(t)]
     many = [t for t in tokens if settling(t)]  # of all shapes after those of few: they heat the device
-    for part, shape in itertools.product((few, many), shapes):
+    for part, shape in itertools.product(filter(None, (few, many)), shapes):
         found, times = measure_shape(shape, modes, part, dtype, ceiling)
         rows += found
         dense |= times

@@ -6,7 +6,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds, settling
+from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds, in_turns, settling
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -227,9 +226,9 @@ def product(
 
 
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
-    """Microseconds of one product by one choice over weights that take turns."""
+    """Microseconds of one product by one choice over weights that take turns, right after another of its kind."""
     call = product(rounds, x, spec, choice, out)
-    return graph_microseconds(call, max(16, len(rounds)), settle=settling(len(x)))
+    return graph_microseconds(call, max(16, len(rounds)), settle=settling(len(x)) / 5)
 
 
 def tune(
@@ -279,8 +278,9 @@ def _measure_close_ones_again(
     """`timings` sorted, those with a problem last; close to the fastest they are medians of measurements in turns."""
     timings = sorted(timings, key=lambda t: (t.problem is not None, t.microseconds))
     close = [t for t in timings if t.problem is None and t.microseconds <= _CLOSE * timings[0].microseconds]
-    turns = [[product_microseconds(rounds, x, spec, t.choice, out) for t in close] for _ in range(_TURNS)]
-    again = [replace(t, microseconds=statistics.median(times)) for t, times in zip(close, zip(*turns))]
+    work = [product(rounds, x, spec, t.choice, out) for t in close]
+    times = in_turns(work, max(16, len(rounds)), settle=settling(len(x)) / 5, rounds=_TURNS)
+    again = [replace(t, microseconds=us) for t, us in zip(close, times, strict=True)]
     return sorted(again, key=lambda t: t.microseconds) + timings[len(close) :]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qtool.quant.scheme import QuantScheme
-from qtool.runtime.kernels.cuda import tuning
+from qtool.runtime.kernels.cuda import timing, tuning
 from qtool.runtime.kernels.cuda.choice import Choice
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.tuning import Timing
@@ -18,15 +20,12 @@ FAST, CLOSE, SLOW, WRONG = (StreamConfig(tiles, 4) for tiles in (1, 2, 3, 4))
 
 
 def test_close_candidates_are_measured_again_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of five decides: one lucky measurement does not."""
-    later: dict[Choice, list[float]] = {FAST: [10.2, 9.0, 10.3, 10.2, 10.4], CLOSE: [10.1, 10.0, 10.1, 12.0, 10.1]}
-    measured: list[Choice] = []
+    def again(work: list[Choice], calls: int, settle: float, rounds: int) -> list[float]:
+        assert (work, calls, settle, rounds) == ([FAST, CLOSE], 16, 0.0, 5)
+        return [10.2, 10.1]
 
-    def measure(rounds: object, x: object, spec: object, choice: Choice, out: object) -> float:
-        measured.append(choice)
-        return later[choice].pop(0)
-
-    monkeypatch.setattr(tuning, "product_microseconds", measure)
+    monkeypatch.setattr(tuning, "product", lambda rounds, x, spec, choice, out: choice)
+    monkeypatch.setattr(tuning, "in_turns", again)
     first = [
         Timing(WRONG, 5.0, 1.0, "wrong"),
         Timing(SLOW, 11.0, 0.0),
@@ -37,12 +36,25 @@ def test_close_candidates_are_measured_again_in_turns(monkeypatch: pytest.Monkey
     spec = LinearSpec(64, 128, QuantScheme(4, 128))
     found = tuning._measure_close_ones_again(first, [], empty, spec, empty)
     assert [(t.choice, t.microseconds) for t in found] == [(CLOSE, 10.1), (FAST, 10.2), (SLOW, 11.0), (WRONG, 5.0)]
-    assert measured == [FAST, CLOSE] * 5
 
 
-def test_where_nothing_works_nothing_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "product_microseconds", None)
+def test_where_nothing_works_nothing_is_measured_again() -> None:
     failed = [Timing(FAST, math.inf, math.nan, "failed"), Timing(SLOW, 9.0, 1.0, "wrong")]
     empty = torch.empty(0)
     spec = LinearSpec(64, 128, QuantScheme(4, 128))
     assert tuning._measure_close_ones_again(failed, [], empty, spec, empty) == failed[::-1]
+
+
+def test_kinds_of_work_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lucky measurement does not decide."""
+    milliseconds = {"a": [10.2, 9.0, 10.3, 10.2, 10.4], "b": [10.1, 10.0, 10.1, 12.0, 10.1]}
+    measured: list[str] = []
+
+    def median(replay: Callable[[], str], repeats: int) -> float:
+        measured.append(replay())
+        return milliseconds[measured[-1]].pop(0)
+
+    monkeypatch.setattr(timing, "_capture", lambda call, calls: SimpleNamespace(replay=lambda: call(0)))
+    monkeypatch.setattr(timing, "_median_milliseconds", median)
+    assert timing.in_turns([lambda i: "a", lambda i: "b"], 10, rounds=5) == pytest.approx([1020, 1010])
+    assert measured == ["a", "b"] * 5

@@ -167,7 +167,8 @@ def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
         return None
     if spec.scheme.act_bits:
         return gemm.pick(spec, tokens, num_sms(index))
-    return gemm16.candidates(spec, tokens, num_sms(index))[0]
+    last = _choose(spec, buckets_of(spec)[-1], index)
+    return gemm16.for_more(spec, tokens, last, num_sms(index)) if isinstance(last, Gemm16Config) else last
 
 
 def serves(choice: Choice, spec: LinearSpec) -> bool:

@@ -138,8 +138,10 @@ DEVICE float4 load_partial(const float4* p) {
 // column all are zeros.
 struct Maps { TensorMap x, codes, scales, zeros; };
 
+#if SPLIT == 1
 // Whether a warpgroup has left its sums, by launch (those of a kernel take turns) and block; zeros after the launch again.
 __device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
+#endif
 
 // S: float [N] per channel (GROUP 0); Z: zero points per channel. Grid: (SPLIT, tiles) or (1, blocks), all of which run at
 // once. P: room for the sums of every block where tiles are shared, [blocks, CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.

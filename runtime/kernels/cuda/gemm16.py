@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 _STEP_US = {16: 0.165, 32: 0.167, 64: 0.205, 96: 0.27, 128: 0.37, 192: 0.55, 256: 0.74}
 _TILE_US = 2.7  # its beginning and its end
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
-_LAUNCHES = 256  # of a kernel that may be under way at once
+_LAUNCHES = 64  # that share tiles and may be under way at once; a captured launch keeps its turn
 _turns = itertools.cycle(range(_LAUNCHES))
 
 
@@ -125,6 +125,14 @@ def microseconds(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: i
 def candidates(spec: LinearSpec, tokens: int, num_sms: int, most: int = 5) -> list[Gemm16Config]:
     """The ways to cut the product that should take the least time, first the one that should take least of all."""
     return sorted(configs(spec, tokens, num_sms), key=lambda c: microseconds(spec, tokens, c, num_sms))[:most]
+
+
+def for_more(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: int) -> Gemm16Config:
+    """The same kernel for other numbers of tokens: only whether the last tiles are shared may differ."""
+    if config.split > 1:
+        return config
+    ways = (replace(config, split=1), replace(config, split=EVEN))
+    return min(ways, key=lambda way: microseconds(spec, tokens, way, num_sms))
 
 
 def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> Macros:

@@ -247,6 +247,10 @@ def test_tiles_left_over_are_shared_where_the_last_round_would_be_partly_idle() 
     spec = LinearSpec(22016, 4096, QuantScheme.parse("w4g128"))
     assert even in gemm16.configs(spec, 256, 132)
     assert even not in gemm16.configs(spec, 256, 172)
+    assert gemm16.for_more(spec, 2560, whole, 132) == even  # 13.03 rounds
+    assert gemm16.for_more(spec, 256 * 33, even, 132) == whole  # 43
+    clustered = Gemm16Config(128, 2, 4)
+    assert gemm16.for_more(spec, 3072, clustered, 132) == clustered
 
 
 def test_every_cut_of_stream_fits_a_multiprocessor() -> None:

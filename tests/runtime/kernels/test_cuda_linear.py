@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +199,22 @@ def test_stream_for_every_cut(name: str, cut: StreamConfig) -> None:
         for tokens in (1, 3, 8, 11, 16):
             if cut.resident(spec, tokens):
                 run(weight, tokens, torch.float16, cut)
+
+
+def test_stream_of_activations_that_do_not_cancel_out() -> None:
+    """Sums of products by a code and a power of two grow with them; what tensor cores cut off always has one sign."""
+    if not hopper():
+        pytest.skip("the tensor copy engine is Hopper's")
+    drawn = make_weight(512, 11008, QuantScheme(4, 128))
+    codes = drawn.codes.clamp_min(1)
+    codes[:, 1::2] = 16 - codes[:, ::2]  # so that results are as small as of other activations
+    weight = replace(drawn, codes=codes, scale=drawn.scale.abs())
+    for dtype in (torch.float16, torch.bfloat16):
+        spec = LinearSpec(512, 11008, weight.scheme, dtype=dtype)
+        packed = pack_weight(weight, 16, device())
+        for tokens, cut in ((1, StreamConfig(4, 8)), (8, StreamConfig(4, 4, 3)), (16, StreamConfig(5, 4))):
+            x = activations(tokens, 11008, dtype).abs()
+            check(apply_choice(x, packed, spec, cut), x, weight, (dtype, tokens, cut))
 
 
 @pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])

@@ -195,7 +195,7 @@ def _print(reporter: Reporter, results: Sequence[Comparison]) -> None:
 
 
 def _print_one(reporter: Reporter, result: Comparison) -> None:
-    from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, reasons
+    from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, number, reasons
 
     title = f"{result.candidate.name} against {result.base.name}"
     rows = [dict(zip(HEADER, metric_row(m))) for m in result.metrics]
@@ -215,7 +215,7 @@ def _print_one(reporter: Reporter, result: Comparison) -> None:
         "weights": f"{megabytes(result.base.bytes)} → {megabytes(result.candidate.bytes)}",
         "same top-1": f"{100 * d.same_top1:.2f} %",
         "top-5 shared": f"{100 * d.top5_overlap:.2f} %",
-        "KL p50 / p99 / max": f"{d.kl.p50:.4f} / {d.kl.p99:.4f} / {d.kl.max:.4f}",
+        "KL p50 / p99 / max": " / ".join(number(v, ".4f") for v in (d.kl.p50, d.kl.p99, d.kl.max)),
         "noise floor KL": f"{noise.mean_kl:.2g}",
     }
     reporter.line("  ".join(f"{name}: {value}" for name, value in facts.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,10 +33,11 @@ from qtool.evalsets.items import check_sets
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import Distribution, describe
 from qtool.evalsets.noise import NoiseFloor
+from qtool.evalsets.not_finite import NotFinite
 from qtool.evalsets.parting import TEXT_SET, Parting, Prompts, parting, text_prompts
 from qtool.evalsets.statistics import Interval, Verdict
 from qtool.evalsets.subject import Questions, Serve, Subject
-from qtool.evalsets.task_runs import TaskResult, named_tasks
+from qtool.evalsets.task_runs import TaskResult, named_tasks, quiet
 from qtool.evalsets.weight_distance import Suspect, layer_distances, suspect_notes, suspects, with_distances
 from qtool.evalsets.windows import text_windows
 from qtool.quant.checkpoint import Checkpoint
@@ -98,6 +100,7 @@ class Comparison:
     tasks: tuple[tuple[TaskResult, TaskResult], ...]
     windows: WindowComparison
     partings: tuple[Parting, ...]  # of prompts from the text first, then of every set that is generated
+    not_finite: tuple[NotFinite, ...]  # parts in which the candidate computes NaN or infinity; any fails it
     schemes: dict[str, dict[str, Any]]  # layer → {"scheme", "relative_error", "distance", ...}; {} where none is known
     suspects: tuple[Suspect, ...]  # layers that stand out; looked for where the candidate does not pass
     settings: dict[str, Any]
@@ -122,6 +125,7 @@ class Comparison:
             },
             "worst": [asdict(p) for p in self.windows.worst],
             "generation": [asdict(p) for p in self.partings],
+            "not_finite": [asdict(n) for n in self.not_finite],
             "tasks": [_task_dict(base, candidate) for base, candidate in self.tasks],
             "schemes": self.schemes,
             "suspects": [asdict(s) for s in self.suspects],
@@ -179,7 +183,8 @@ def compare_all(
         One comparison a candidate, in their order.
 
     Raises:
-        QtoolError: before any model is loaded: bad input, damaged checkpoints, or tokenizers that differ.
+        QtoolError: before any model is loaded: bad input, damaged checkpoints, or tokenizers that differ; later: a base
+            that computes NaN or infinity.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     limits = thresholds or Thresholds()
@@ -207,7 +212,8 @@ def compare_all(
             )
         who = role if len(candidates) == 1 or not index else f"candidate {index}"
         how = serve or _runtime(dtype, device, seed, kv)
-        return Subject(who, folders[index], how, asked, Kept(cache, {"role": role, **facts}), progress)
+        kept = Kept(cache, {"role": role, **facts})
+        return Subject(who, folders[index], how, asked, kept, progress, must_be_finite=not index)
 
     settings = {
         "text": {"source": text.source, "windows": windows, "context": context, "fingerprint": text.fingerprint},
@@ -262,7 +268,8 @@ def compare_all(
                 ],
                 limits.alpha,
             )
-            verdict, schemes = verdict_of(judged), layer_schemes(folders[index])
+            verdict = Verdict.FAIL if other.not_finite else verdict_of(judged)
+            schemes = layer_schemes(folders[index])
             blamed: tuple[Suspect, ...] = ()
             if verdict is not Verdict.PASS:
                 distances = layer_distances(folders[0], folders[index], progress=progress)
@@ -278,6 +285,7 @@ def compare_all(
                     tasks=tuple(zip(base_tasks, other_tasks, strict=True)),
                     windows=compared,
                     partings=_partings(prompts, base_outputs, other_outputs, base_tasks, other_tasks, tokenizer),
+                    not_finite=tuple(other.not_finite),
                     schemes=schemes,
                     suspects=blamed,
                     settings=settings,
@@ -291,9 +299,10 @@ def compare_all(
 
 @contextmanager
 def _said_of(model: str | Path) -> Iterator[None]:
-    """Errors of one model among several name it."""
+    """Errors of one model among several name it; requests that break are told of together, not logged one by one."""
     try:
-        yield
+        with quiet("qtool.runtime.engine.scheduler", logging.CRITICAL):
+            yield
     except QtoolError as error:
         raise QtoolError(f"{model}: {error}") from None
 

@@ -7,6 +7,7 @@ passes.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from qtool.quant.progress import ProgressFn, silent
 WORST = 20
 SHOWN_TOKENS = 24  # of the text before a position
 SHOWN_CHOICES = 3
+BROKEN_BASE = "a broken base, with which nothing can be compared"
 
 
 class LogitSpool:
@@ -173,7 +175,7 @@ class WindowComparison:
 
 def _logits(served: Served, tokens: Tensor) -> Iterator[Tensor]:
     """Logits [context − 1, vocab] of each window's positions that have a next token."""
-    for logits in served.prompt_logits(tokens.tolist()):
+    for logits in served.prompt_logits(tokens.tolist(), keep_broken=True):
         yield logits[:-1]
 
 
@@ -199,10 +201,10 @@ def spool_base(
                 spool = LogitSpool(path if path is not None and room(size) else None)
                 if not spool.named:
                     spool.reserve(windows, context - 1, logits.shape[1])
-            if not torch.isfinite(logits).all():
-                raise QtoolError(
-                    f"the base model gives logits that are not finite numbers (window {index}): a broken base"
-                )
+            finite = logits.isfinite().all(dim=1)
+            if not finite.all():
+                token = int((~finite).nonzero()[0, 0]) + 1
+                raise QtoolError(f"text: NaN or infinity, first for token {token} of window {index}: {BROKEN_BASE}")
             spool.append(logits)
             progress("base: text", index + 1, windows)
         assert spool is not None  # there are windows: text_windows sees to it
@@ -248,10 +250,11 @@ def compare_windows(
         base = spool.window(index).to(logits.device)
         targets = tokens[index, 1:].to(logits.device)
         scores.append(token_scores(base, logits, targets))
-        top = scores[-1].kl.nan_to_num(nan=torch.inf).topk(min(WORST, len(targets))).indices.tolist()
+        order = scores[-1].kl.nan_to_num(nan=torch.inf).sort(descending=True, stable=True).indices
+        top = order[:WORST].tolist()
         worst += [_position(index, at, scores[-1], base[at], logits[at], tokens[index], tokenizer) for at in top]
         progress(f"{who}: text", index + 1, len(tokens))
-    worst.sort(key=lambda p: -p.kl)
+    worst.sort(key=lambda p: -p.kl if math.isfinite(p.kl) else -math.inf)
     return WindowComparison(tuple(scores), tuple(worst[:WORST]))
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from qtool.evalsets.compare import Comparison
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.ranking import ranked, worst_verdict
-from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, reasons
+from qtool.evalsets.report_cells import HEADER, change, median_text, megabytes, metric_row, number, reasons
 from qtool.evalsets.statistics import Verdict
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -18,7 +18,7 @@ _SHOWN = ("metric", "base", "candidate", "Δ", "Δ %", "interval", "p (Holm)", "
 
 
 def junit(comparisons: Sequence[Comparison]) -> str:
-    """JUnit XML: a suite a candidate, a test a metric.
+    """JUnit XML: a suite a candidate, a test a metric, and one that all numbers are finite.
 
     FAIL is a failure, INCONCLUSIVE an error (it was not shown that the candidate is good); what does not count, and
     what says nothing, is skipped.
@@ -26,12 +26,13 @@ def junit(comparisons: Sequence[Comparison]) -> str:
     root = ElementTree.Element("testsuites", name="qtool compare")
     for c in comparisons:
         outcomes = [_outcome(m) for m in c.metrics]
+        broken = "; ".join(map(str, c.not_finite))
         suite = ElementTree.SubElement(
             root,
             "testsuite",
             name=_xml(f"{c.candidate.name} against {c.base.name}"),
-            tests=str(len(outcomes)),
-            failures=str(outcomes.count("failure")),
+            tests=str(len(outcomes) + 1),
+            failures=str(outcomes.count("failure") + bool(broken)),
             errors=str(outcomes.count("error")),
             skipped=str(outcomes.count("skipped")),
             time=f"{c.base.seconds + c.candidate.seconds:.3f}",
@@ -45,6 +46,9 @@ def junit(comparisons: Sequence[Comparison]) -> str:
                 ElementTree.SubElement(case, outcome, message=_xml(what), type=m.verdict.value)
             detail = ElementTree.SubElement(case, "system-out")
             detail.text = _xml("\n".join(f"{name}: {cell}" for name, cell in cells.items()))
+        case = ElementTree.SubElement(suite, "testcase", classname=_xml(c.candidate.name), name="finite numbers")
+        if broken:
+            ElementTree.SubElement(case, "failure", message=_xml(broken), type=Verdict.FAIL.value)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -69,7 +73,7 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
     lines += ["| rank | candidate | weights | mean KL | verdict |", "|---:|---|---:|---:|---|"]
     best_first = ranked(comparisons)
     for place, c in enumerate(best_first, 1):
-        cells = (str(place), c.candidate.name, megabytes(c.candidate.bytes), f"{c.divergence.kl.mean:.4f}")
+        cells = (str(place), c.candidate.name, megabytes(c.candidate.bytes), number(c.divergence.kl.mean, ".4f"))
         lines.append("| " + " | ".join(map(_md, cells)) + f" | {_SIGNS[c.verdict]} {c.verdict} |")
     for c in best_first:
         lines += ["", *_one(c, "###")]

@@ -71,7 +71,8 @@ class GatedMetric:
         loss: how much worse the candidate is, on the threshold's scale (nats, relative increase, fraction of items).
         interval: of `loss`, two-sided, level 1 − 2·alpha: its upper end is the one-sided bound of level 1 − alpha.
         threshold: on the same scale.
-        items: how many paired items; `unit` says of what; `missing` how many more there should be.
+        items: how many paired items; `unit` says of what; `missing` how many more there should be; `broken`: for how
+            many of them the candidate computes NaN or infinity.
         p: one-sided p of "the candidate is worse"; `p_holm` after Holm's correction; None where there is no such test.
         p_two_sided: exact McNemar p for accuracies.
         losses, gains: items that only the base, and only the candidate, got right.
@@ -92,6 +93,7 @@ class GatedMetric:
     unit: str
     verdict: Verdict = Verdict.INCONCLUSIVE
     missing: int = 0
+    broken: int = 0
     p: float | None = None
     p_holm: float | None = None
     p_two_sided: float | None = None
@@ -155,7 +157,12 @@ def task_metric(base: TaskResult, candidate: TaskResult, thresholds: Thresholds,
         metric = _accuracy(base, candidate, shared, thresholds, seed)
     else:
         metric = _score(base, candidate, shared, thresholds, seed)
-    return replace(metric, missing=len(asked) - len(shared), counts=base.name not in thresholds.ignored)
+    return replace(
+        metric,
+        missing=len(asked) - len(shared),
+        broken=len(candidate.broken),
+        counts=base.name not in thresholds.ignored,
+    )
 
 
 def _accuracy(
@@ -234,9 +241,10 @@ def judge_all(metrics: Sequence[GatedMetric], alpha: float = st.ALPHA) -> list[G
     """Correct the p values over the informative metrics that count (Holm) and set each verdict.
 
     A divergence has no null hypothesis of its own (it is 0 for equal models only), so its threshold alone decides. A
-    metric with items missing may FAIL but never PASS. A candidate whose value is not a number FAILs.
+    metric with items missing may FAIL but never PASS. One for which the candidate computes NaN or infinity FAILs,
+    whatever the base knows: it is no test then, and takes no part in the family.
     """
-    informative = [m for m in metrics if m.verdict is not Verdict.UNINFORMATIVE and math.isfinite(m.loss)]
+    informative = [m for m in metrics if m.verdict is not Verdict.UNINFORMATIVE and _is_finite(m)]
     family = {m.name: m.p for m in informative if m.p is not None and m.counts}
     adjusted = st.holm(family)
     return [_judged(m, adjusted.get(m.name, m.p), len(adjusted) if m.counts else 1, alpha) for m in metrics]
@@ -247,12 +255,17 @@ def verdict_of(metrics: Sequence[GatedMetric]) -> Verdict:
     return st.overall([m.verdict for m in metrics if m.counts])
 
 
+def _is_finite(metric: GatedMetric) -> bool:
+    return math.isfinite(metric.loss) and not metric.broken
+
+
 def _judged(metric: GatedMetric, p_holm: float | None, family: int, alpha: float) -> GatedMetric:
+    if not _is_finite(metric):
+        where = f" for {metric.broken} of {metric.items} {metric.unit}" if metric.broken else ""
+        note = f"the candidate computes NaN or infinity{where}"
+        return replace(metric, verdict=Verdict.FAIL, p=None, p_two_sided=None, settle=None, note=note)
     if metric.verdict is Verdict.UNINFORMATIVE:
         return replace(metric, settle=None)
-    if not math.isfinite(metric.loss):
-        note = "the candidate gives values that are not finite numbers"
-        return replace(metric, verdict=Verdict.FAIL, p_holm=p_holm, settle=None, note=note)
     significance = 0.0 if p_holm is None else p_holm
     verdict = st.judge(metric.loss, metric.interval.high, metric.threshold, significance, alpha)
     note, settle, detectable = metric.note, metric.settle, None

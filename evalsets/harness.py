@@ -40,10 +40,20 @@ class Scored(Protocol):
 
 @dataclass(frozen=True)
 class Generated:
-    """One output: its text, and its token ids (the end-of-sequence token included where it came)."""
+    """One output: its text, and its token ids (the end-of-sequence token included where it came).
+
+    `broken`: it ends where the model computed NaN or infinity.
+    """
 
     text: str
     tokens: tuple[int, ...]
+    broken: bool = False
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Generated:
+        """The only output of a request of which broken ones are kept."""
+        (one,) = output.outputs
+        return cls(one.text, tuple(one.token_ids), one.finish_reason == "error")
 
 
 class Served(Protocol):
@@ -52,11 +62,15 @@ class Served(Protocol):
     @property
     def max_model_len(self) -> int: ...
     def loglikelihood(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        keep_broken: bool = False,
+        progress: ProgressFn = silent,
     ) -> Sequence[Scored]: ...
-    def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
+    def prompt_logits(self, sequences: Sequence[Sequence[int]], *, keep_broken: bool = False) -> Iterator[Tensor]: ...
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, keep_broken: bool = False
     ) -> Sequence[RequestOutput]: ...
 
 
@@ -83,10 +97,15 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         served: a model that already runs, with `tokenizer`.
         add_bos_token: put the BOS token before every string; None leaves it to the tokenizer.
         batch_size, max_batch_size: accepted because lm-eval passes them; the engine needs none.
+        keep_broken: go on where the model computes NaN or infinity; `broken` then tells what was hit.
         engine_args: passed to the runtime.
 
     Raises:
         QtoolError: neither or both of `pretrained` and `served`; a model that does not load.
+
+    Attributes:
+        broken: (task, number of the document) of requests of lm-eval whose answers are no finite numbers: likelihoods
+            are NaN, outputs end there.
     """
 
     def __init__(
@@ -98,6 +117,7 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         add_bos_token: bool | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
+        keep_broken: bool = False,
         progress: ProgressFn = silent,
         **engine_args: Any,
     ) -> None:
@@ -111,6 +131,8 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         self.tokenizer = tokenizer
         self.add_bos_token = add_bos_token
         self.progress = progress
+        self.keep_broken = keep_broken
+        self.broken: set[tuple[str | None, int | None]] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -149,7 +171,11 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Summed log-likelihood of each continuation and whether it is greedy; our progress instead of lm-eval's."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        self._remember(requests, [not math.isfinite(total) for total, _ in scores])
         return scores
+
+    def _remember(self, requests: Sequence[Instance], broken: Sequence[bool]) -> None:
+        self.broken |= {(r.task_name, r.doc_id) for r, hit in zip(requests, broken, strict=True) if hit}
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -159,7 +185,7 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
             where = f"the choice {text[:60]!r} after {before[-60:]!r}"
             if not continuation:
                 raise QtoolError(f"{where} adds no token to its context, so it has no likelihood")
-            if len(continuation) >= self.max_length:
+            if len(continuation) > self.max_length:
                 size = f"{len(continuation)} tokens, but the model takes {self.max_length}"
                 raise QtoolError(f"{where} is too long: {size}")
         results = self._score(pairs)
@@ -169,14 +195,19 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
 
     def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Summed log-likelihood and greediness per pair; contexts too long for the model lose their beginning, and one
-        whose spaces went to the continuation, so that none is left, begins as an empty text does."""
+        whose spaces went to the continuation, so that none is left, begins as an empty text does.
+
+        As in lm-eval's Hugging Face class the last token, which is scored but no input, does not count for the length.
+        """
+        most = self.max_length + 1
         started = [(context or [self.prefix_token_id], cont) for context, cont in pairs]
-        fitted = [(context[max(0, len(context) + len(cont) - self.max_length) :], cont) for context, cont in started]
+        fitted = [(context[max(0, len(context) + len(cont) - most) :], cont) for context, cont in started]
 
         def relay(_: str, done: int, total: int) -> None:
             self.progress("likelihoods", done, total)
 
-        return [(math.fsum(s.logprobs), s.greedy) for s in self.served.loglikelihood(fitted, progress=relay)]
+        scores = self.served.loglikelihood(fitted, keep_broken=self.keep_broken, progress=relay)
+        return [(math.fsum(s.logprobs), s.greedy) for s in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole strings in windows of the full context, every token predicted once."""
@@ -186,7 +217,7 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,  # the runtime counts the prefix token and the last target alike
+                max_seq_len=self.max_length,
                 context_len=1,
             )
             own = [make_disjoint_window(window) for window in windows]
@@ -194,6 +225,7 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
             counts.append(len(own))
         scores = iter(self._score(pairs))
         totals = [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
+        self._remember(requests, [not math.isfinite(total) for total in totals])
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -207,7 +239,9 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
             sampling = _sampling(options)
             contexts.append(context)
             params.append(sampling)
-        texts = [output.text for output in self.generate(contexts, params)]
+        outputs = self.generate(contexts, params)
+        self._remember(requests, [output.broken for output in outputs])
+        texts = [output.text for output in outputs]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -229,8 +263,8 @@ class QtoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval carries no types
         found: list[Generated] = []
         for at in range(0, len(prompts), GENERATED_AT_ONCE):
             part = slice(at, at + GENERATED_AT_ONCE)
-            outputs = (o.outputs[0] for o in self.served.generate(prompts[part], params[part]))
-            found += [Generated(o.text, tuple(o.token_ids)) for o in outputs]
+            outputs = self.served.generate(prompts[part], params[part], keep_broken=self.keep_broken)
+            found += map(Generated.of, outputs)
             self.progress("generating", len(found), len(prompts))
         return found
 

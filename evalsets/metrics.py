@@ -20,6 +20,8 @@ class TokenScores:
         kl: float32, KL(base ‖ candidate) over the whole vocabulary, in nats, ≥ 0 up to rounding.
         same_top1: bool, whether both put the same token first.
         top5_overlap: float32, share of the base's five likeliest tokens among the candidate's five.
+
+    A candidate's row of logits with NaN or +infinity predicts nothing: its numbers are NaN, and it agrees with no base.
     """
 
     base_nll: Tensor
@@ -54,8 +56,9 @@ def _score_rows(base: Tensor, candidate: Tensor, targets: Tensor) -> tuple[Tenso
     candidate_nll = -log_q.gather(1, pick)[:, 0]
     k = min(TOP_K, base.shape[1])
     top_p, top_q = log_p.topk(k).indices, log_q.topk(k).indices  # [rows, k]
-    overlap = (top_p[:, :, None] == top_q[:, None, :]).any(dim=-1).float().mean(dim=-1)
-    same = top_p[:, 0] == top_q[:, 0]
+    whole = ~log_q.isnan().any(dim=-1)
+    overlap = (top_p[:, :, None] == top_q[:, None, :]).any(dim=-1).float().mean(dim=-1) * whole
+    same = (top_p[:, 0] == top_q[:, 0]) & whole
     # p·(log p − log q), where p = 0 (a logit of −inf) adds nothing
     kl = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(dim=-1)
     return base_nll.cpu(), candidate_nll.cpu(), kl.cpu(), same.cpu(), overlap.cpu()

@@ -79,10 +79,10 @@ def text_prompts(windows: Tensor, count: int) -> Prompts:
 
 
 def generate_greedy(served: Served, prompts: Prompts) -> list[Generated]:
-    """Greedy outputs in the prompts' order. Raises QtoolError where the model fails."""
+    """Greedy outputs in the prompts' order, broken ones as well."""
     params = SamplingParams(max_tokens=prompts.max_tokens, temperature=0.0)
-    outputs = served.generate(prompts.tokens, [params] * len(prompts.tokens))
-    return [Generated(o.outputs[0].text, tuple(o.outputs[0].token_ids)) for o in outputs]
+    outputs = served.generate(prompts.tokens, [params] * len(prompts.tokens), keep_broken=True)
+    return list(map(Generated.of, outputs))
 
 
 def parting_position(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -142,7 +142,7 @@ def share_in_common(positions: Sequence[int | None], max_tokens: int) -> list[fl
 
 
 def to_json(outputs: Sequence[Generated]) -> list[dict[str, Any]]:
-    """Outputs as plain JSON; `from_json` is the way back."""
+    """Whole outputs as plain JSON; `from_json` is the way back."""
     return [{"text": o.text, "tokens": list(o.tokens)} for o in outputs]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 
 from qtool.evalsets.compare import Comparison
@@ -25,6 +26,16 @@ def signed(value: float, digits: int, suffix: str = "") -> str:
     return ("+" if value > 0 else MINUS) + text
 
 
+def number(value: float, form: str) -> str:
+    """A number by its format, where it is one."""
+    return format(value, form) if math.isfinite(value) else "not finite"
+
+
+def span(ends: Sequence[float], form: Callable[[float], str], suffix: str = "") -> str:
+    """`low to high`; nothing to be told where they are no numbers."""
+    return f"{form(ends[0])} to {form(ends[1])}{suffix}" if all(map(math.isfinite, ends)) else "–"
+
+
 def probability(p: float | None) -> str:
     if p is None:
         return "–"
@@ -34,30 +45,27 @@ def probability(p: float | None) -> str:
 def metric_row(m: GatedMetric) -> tuple[str, ...]:
     """One metric as the cells of HEADER."""
     tail = (probability(m.p), probability(m.p_holm))
+    low, high = m.interval.low, m.interval.high
+    percent = partial(signed, digits=2)
+    base = math.nan if m.base is None else m.base
     if m.kind == "kl":
-        interval = f"{m.interval.low:.4f} to {m.interval.high:.4f}"
-        cells = ("–", f"{m.candidate:.4f}", signed(m.loss, 4), "–", interval, *tail, f"≤ {m.threshold:g}")
+        interval = span((low, high), "{:.4f}".format)
+        cells = ("–", number(m.candidate, ".4f"), signed(m.loss, 4), "–", interval, *tail, f"≤ {m.threshold:g}")
     elif m.kind == "perplexity":
-        low, high = (signed(100 * v, 2) for v in (m.interval.low, m.interval.high))
-        base = m.base if m.base is not None else math.nan
         cells = (
-            f"{base:.3f}", f"{m.candidate:.3f}", signed(m.candidate - base, 3), signed(100 * m.loss, 2, " %"),
-            f"{low} to {high} %", *tail, f"≤ +{100 * m.threshold:g} %",
+            f"{base:.3f}", number(m.candidate, ".3f"), signed(m.candidate - base, 3), signed(100 * m.loss, 2, " %"),
+            span((100 * low, 100 * high), percent, " %"), *tail, f"≤ +{100 * m.threshold:g} %",
         )  # fmt: skip
     elif m.kind == "accuracy":
-        low, high = (signed(-100 * v, 2) for v in (m.interval.high, m.interval.low))
-        base = m.base or 0.0
         relative = signed(-100 * m.loss / base, 2, " %") if base else "–"
         cells = (
             f"{100 * base:.1f} %", f"{100 * m.candidate:.1f} %", signed(-100 * m.loss, 2, " pt"), relative,
-            f"{low} to {high} pt", *tail, f"≥ {MINUS}{100 * m.threshold:g} pt",
+            span((-100 * high, -100 * low), percent, " pt"), *tail, f"≥ {MINUS}{100 * m.threshold:g} pt",
         )  # fmt: skip
     else:
-        low, high = (signed(-100 * v, 2) for v in (m.interval.high, m.interval.low))
-        base = m.base if m.base is not None else math.nan
         cells = (
-            f"{base:.4g}", f"{m.candidate:.4g}", signed(m.candidate - base, 4), signed(-100 * m.loss, 2, " %"),
-            f"{low} to {high} %", *tail, f"≥ {MINUS}{100 * m.threshold:g} %",
+            f"{base:.4g}", number(m.candidate, ".4g"), signed(m.candidate - base, 4), signed(-100 * m.loss, 2, " %"),
+            span((-100 * high, -100 * low), percent, " %"), *tail, f"≥ {MINUS}{100 * m.threshold:g} %",
         )  # fmt: skip
     return (m.name, *cells, m.verdict.value)
 
@@ -78,8 +86,9 @@ def megabytes(count: int) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """Why the verdict is what it is: one line for each metric that did not pass, or one for all that did."""
-    lines = []
+    """Why the verdict is what it is: a line for each part that is not finite, and for each metric that did not pass, or
+    one for all that did."""
+    lines = [str(part) for part in comparison.not_finite]
     for m in (m for m in comparison.metrics if m.counts):
         row = dict(zip(HEADER, metric_row(m)))
         if m.verdict is Verdict.FAIL:

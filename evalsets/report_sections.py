@@ -6,6 +6,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 
 import numpy as np
@@ -15,7 +16,7 @@ from qtool.evalsets.compare import Comparison
 from qtool.evalsets.divergence import Position
 from qtool.evalsets.gate import GatedMetric
 from qtool.evalsets.parting import TEXT_SET, share_in_common
-from qtool.evalsets.report_cells import chip, facts_list, median_text, probability, signed, table, visible
+from qtool.evalsets.report_cells import chip, facts_list, median_text, number, probability, signed, span, table, visible
 from qtool.evalsets.task_runs import TaskResult
 
 _BITS = {"bits4": "4 bits", "bits8": "8 bits", "bits16": "16 bits"}
@@ -27,12 +28,14 @@ def divergence_section(c: Comparison) -> str:
     d, noise = c.divergence, c.noise
     text = c.settings["text"]
     marks = [("median", d.kl.p50), ("mean", d.kl.mean), ("p99", d.kl.p99), ("limit", c.metrics[0].threshold)]
-    low, high = d.delta_nll_interval.low, d.delta_nll_interval.high
+    interval = span((d.delta_nll_interval.low, d.delta_nll_interval.high), partial(signed, digits=5))
     facts = {
-        "KL per token": f"mean {d.kl.mean:.4g}, median {d.kl.p50:.4g}, p99 {d.kl.p99:.4g}, max {d.kl.max:.4g} nats",
+        "KL per token": "mean {}, median {}, p99 {}, max {} nats".format(
+            *(number(v, ".4g") for v in (d.kl.mean, d.kl.p50, d.kl.p99, d.kl.max))
+        ),
         "same likeliest token": f"{100 * d.same_top1:.2f} %",
         "five likeliest tokens shared": f"{100 * d.top5_overlap:.2f} %",
-        "Δ negative log-likelihood": f"{signed(d.delta_nll, 5)} nats per token ({signed(low, 5)} to {signed(high, 5)})",
+        "Δ negative log-likelihood": f"{signed(d.delta_nll, 5)} nats per token ({interval})",
         "noise floor": f"the base against itself: mean {noise.mean_kl:.2g}, max {noise.max_kl:.2g} nats",
     }
     base = np.exp(c.windows.window_means("base_nll")).tolist()
@@ -57,6 +60,8 @@ def divergence_section(c: Comparison) -> str:
 def task_section(m: GatedMetric, base: TaskResult, candidate: TaskResult) -> str:
     """One task: flips, what could be detected, answers that were lost."""
     facts = {"items": f"{m.items:,}" + (f" ({m.missing} missing)" if m.missing else "")}
+    if m.broken:
+        facts["items with NaN or infinity"] = f"{m.broken:,} (counted as wrong)"
     if base.chance is not None:
         facts["accuracy of guessing"] = f"{100 * base.chance:.1f} %"
     if base.normalised and candidate.normalised:
@@ -193,6 +198,8 @@ def _share(value: object) -> str:
 
 
 def _choices(choices: tuple[tuple[str, float], ...]) -> str:
+    if not all(math.isfinite(p) for _, p in choices):
+        return "not finite"
     lines = (f'<div><span class="tok">{visible(t)}</span> {100 * p:.1f} %</div>' for t, p in choices)
     return f'<div class="choices">{"".join(lines)}</div>'
 
@@ -201,7 +208,7 @@ def worst_section(worst: Sequence[Position]) -> str:
     """The places of the text that differ most, side by side."""
     rows = [
         (
-            f"{p.kl:.3f}" if math.isfinite(p.kl) else "not finite",
+            number(p.kl, ".3f"),
             f"{p.window} · {p.token}",
             f'<div class="text">{visible(p.before)} <mark>{visible(p.following)}</mark></div>',
             _choices(p.base),

@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 
-from qtool.evalsets.divergence import LogitSpool, Position, WindowComparison, compare_windows, repeat_kl, spool_base
+from qtool.evalsets.divergence import (
+    BROKEN_BASE,
+    LogitSpool,
+    Position,
+    WindowComparison,
+    compare_windows,
+    repeat_kl,
+    spool_base,
+)
 from qtool.evalsets.harness import Generated, QtoolLM, Served
 from qtool.evalsets.items import ItemSet
 from qtool.evalsets.kept import Kept
 from qtool.evalsets.metrics import TokenScores
 from qtool.evalsets.noise import NOISE_ITEMS, NOISE_WINDOWS, NoiseFloor, noise_floor, set_noise, some_of
+from qtool.evalsets.not_finite import NotFinite, in_items, in_outputs, in_text
 from qtool.evalsets.parting import Prompts, from_json, generate_greedy, to_json
 from qtool.evalsets.task_runs import TaskResult, result_from, run_named_tasks, run_set
 from qtool.evalsets.windows import TextWindows
@@ -45,16 +54,30 @@ class Questions:
 
 
 class Subject:
-    """A model folder and what it answers: kept answers where there are some, else its own. Use it as a context."""
+    """A model folder and what it answers: kept answers where there are some, else its own.
+
+    Answers in which the model computes NaN or infinity are not kept; `not_finite` tells of them, or they are a
+    QtoolError where a model `must_be_finite`.
+    """
 
     def __init__(
-        self, who: str, folder: Path, serve: Serve, questions: Questions, kept: Kept, progress: ProgressFn
+        self,
+        who: str,
+        folder: Path,
+        serve: Serve,
+        questions: Questions,
+        kept: Kept,
+        progress: ProgressFn,
+        *,
+        must_be_finite: bool = False,
     ) -> None:
         self.folder, self.kept = folder, kept
         self.load_seconds = 0.0
         self.text_tokens_per_s = 0.0
         self.recalled: list[str] = []  # parts that an earlier run answered
+        self.not_finite: list[NotFinite] = []
         self._who, self._serve, self._asked, self._progress = who, serve, questions, progress
+        self._must_be_finite = must_be_finite
         self._served: Served | None = None
         self._began = time.monotonic()
 
@@ -72,6 +95,14 @@ class Subject:
             if context > most:
                 raise QtoolError(f"--context {context}: {self.folder} takes {most} tokens at most")
         return self._served
+
+    def _is_finite(self, *parts: NotFinite | None) -> bool:
+        """Take down what is not. Raises QtoolError where nothing may be."""
+        found = [part for part in parts if part is not None]
+        if found and self._must_be_finite:
+            raise QtoolError(f"{found[0]}: {BROKEN_BASE}")
+        self.not_finite += found
+        return not found
 
     def release(self) -> None:
         """Let the model go, and give back the memory that it held."""
@@ -119,7 +150,8 @@ class Subject:
             served, self._asked.text.tokens, spool, self._asked.tokenizer, who=self._who, progress=self._progress
         )
         self.text_tokens_per_s = self._asked.text.tokens.numel() / (time.monotonic() - start)
-        self.kept.keep("text", facts, {**_comparison_dict(compared), "tokens_per_s": self.text_tokens_per_s})
+        if self._is_finite(in_text(compared, self._asked.text.tokens, self._asked.tokenizer)):
+            self.kept.keep("text", facts, {**_comparison_dict(compared), "tokens_per_s": self.text_tokens_per_s})
         return compared
 
     def outputs(self) -> list[Generated]:
@@ -137,7 +169,8 @@ class Subject:
             return found
         self._progress(f"{self._who}: generations", 0, len(prompts.tokens))
         outputs = generate_greedy(self._model(), prompts)
-        self.kept.keep(part, facts, to_json(outputs))
+        if self._is_finite(in_outputs(outputs)):
+            self.kept.keep(part, facts, to_json(outputs))
         return outputs
 
     def answers(self) -> list[TaskResult]:
@@ -173,7 +206,8 @@ class Subject:
                 self._recalled(name, sum(len(r.scores) for r in found))
             return found
         results = run(self._lm(f"{self._who} again" if again else self._who))
-        self.kept.keep(part, facts, [asdict(result) for result in results])
+        if self._is_finite(*map(in_items, results)):
+            self.kept.keep(part, facts, [asdict(result) for result in results])
         return results
 
     def noise(self, spool: LogitSpool, first: Sequence[TaskResult], outputs: Sequence[Generated]) -> NoiseFloor:
@@ -201,6 +235,8 @@ class Subject:
         found = self.kept.recall("noise", facts, lambda body: {k: body[k] for k in ("mean_kl", "max_kl", "tokens")})
         if found is None:
             kl = repeat_kl(self._model(), self._asked.text.tokens, spool, count=NOISE_WINDOWS)
+            if not kl.isfinite().all():
+                raise QtoolError(f"NaN or infinity where the text was computed again: {BROKEN_BASE}")
             found = {"mean_kl": kl.double().mean().item(), "max_kl": kl.max().item(), "tokens": len(kl)}
             self.kept.keep("noise", facts, found)
         return found
@@ -209,7 +245,7 @@ class Subject:
         def progress(what: str, done: int, total: int) -> None:
             self._progress(f"{who}: {what}", done, total)
 
-        return QtoolLM(served=self._model(), tokenizer=self._asked.tokenizer, progress=progress)
+        return QtoolLM(served=self._model(), tokenizer=self._asked.tokenizer, keep_broken=True, progress=progress)
 
     def _recalled(self, what: str, count: int) -> None:
         self.recalled.append(what)

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class TaskResult:
         texts: item id → the question, for people.
         graded: scores are shares, whatever values they happen to have.
         outputs: item id → what was generated; None where nothing was. `prompts`: item id → what was continued then.
+        broken: item id → where in it, in words ("" where that is not known), of items for which the model computes NaN
+            or infinity. Such an item has no margin, and the score 0.0 (NaN where less is better).
     """
 
     name: str
@@ -53,6 +55,7 @@ class TaskResult:
     graded: bool = False
     outputs: dict[str, Generated] | None = None
     prompts: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
 
     @property
     def binary(self) -> bool:
@@ -77,20 +80,28 @@ def run_set(lm: QtoolLM, asked: ItemSet, *, seed: int = 0) -> TaskResult:
 def _run_cloze(lm: QtoolLM, asked: ClozeSet) -> TaskResult:
     pairs = [(item.context, item.delimiter + item.target) for item in asked.items]
     requests = [Instance("loglikelihood", doc={}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
-    scores = {i.id: float(greedy) for i, (_, greedy) in zip(asked.items, lm.loglikelihood(requests), strict=True)}
+    found = {i.id: answer for i, answer in zip(asked.items, lm.loglikelihood(requests), strict=True)}
+    broken = {i: "" for i, (total, _) in found.items() if not math.isfinite(total)}
+    scores = {i: float(greedy and i not in broken) for i, (_, greedy) in found.items()}
     texts = {item.id: "".join(pair) for item, pair in zip(asked.items, pairs, strict=True)}
-    return TaskResult(asked.name, "accuracy", asked.chance, scores, None, None, True, texts)
+    return TaskResult(asked.name, "accuracy", asked.chance, scores, None, None, True, texts, broken=broken)
 
 
 def _run_generation(lm: QtoolLM, asked: GenerationSet) -> TaskResult:
     params = [SamplingParams(max_tokens=i.max_tokens, temperature=0.0, stop=i.stop) for i in asked.items]
     found = lm.generate([item.context for item in asked.items], params)
     outputs = {item.id: generated for item, generated in zip(asked.items, found, strict=True)}
-    scores = {item.id: score_output(asked.metric, item, outputs[item.id].text) for item in asked.items}
+    broken = {i: f"after {len(output.tokens)} tokens" for i, output in outputs.items() if output.broken}
+    scores = {
+        item.id: 0.0 if item.id in broken else score_output(asked.metric, item, outputs[item.id].text)
+        for item in asked.items
+    }
     metric = asked.metric if asked.graded else "accuracy"
     texts = {item.id: f"{item.context} … {' | '.join(item.targets)}" for item in asked.items}
     prompts = {item.id: item.context for item in asked.items}
-    return TaskResult(asked.name, metric, asked.chance, scores, None, None, True, texts, asked.graded, outputs, prompts)
+    return TaskResult(
+        asked.name, metric, asked.chance, scores, None, None, True, texts, asked.graded, outputs, prompts, broken
+    )
 
 
 def run_choice_sets(lm: QtoolLM, sets: Sequence[ChoiceSet], *, seed: int = 0) -> list[TaskResult]:
@@ -129,18 +140,23 @@ def _choice_result(choice_set: ChoiceSet, samples: list[dict[str, Any]]) -> Task
     scores: dict[str, float] = {}
     normalised: dict[str, float] = {}
     margins: dict[str, float] = {}
+    broken: dict[str, str] = {}
     for sample in samples:
         item = choice_set.items[sample["doc_id"]]
         likelihoods = [float(response[0]) for response in sample["filtered_resps"]]
-        if any(math.isnan(value) for value in likelihoods):
-            continue  # an item without an answer: missing, which the comparison never passes
+        if hit := [choice for choice, value in zip(item.choices, likelihoods, strict=True) if not math.isfinite(value)]:
+            broken[item.id] = f"in the choice {hit[0][:60]!r}"
+            scores[item.id] = normalised[item.id] = 0.0
+            continue
         per_character = [value / len(choice) for value, choice in zip(likelihoods, item.choices, strict=True)]
         scores[item.id] = float(sample["acc"])
         normalised[item.id] = float(per_character.index(max(per_character)) == item.answer)
         best_wrong = max(value for i, value in enumerate(likelihoods) if i != item.answer)
         margins[item.id] = likelihoods[item.answer] - best_wrong
     texts = {i.id: f"{i.context}{i.delimiter}{i.choices[i.answer]}" for i in choice_set.items}
-    return TaskResult(choice_set.name, "accuracy", choice_set.chance, scores, normalised, margins, True, texts)
+    return TaskResult(
+        choice_set.name, "accuracy", choice_set.chance, scores, normalised, margins, True, texts, broken=broken
+    )
 
 
 def named_tasks(names: Sequence[str]) -> TaskManager | None:
@@ -174,10 +190,16 @@ def run_named_tasks(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise QtoolError(f"--lm-eval-tasks {','.join(names)}: cannot be run ({reason})") from None
     better = output.get("higher_is_better", {})
-    return [_named_result(name, samples, better.get(name, {})) for name, samples in output["samples"].items()]
+    return [
+        _named_result(name, samples, better.get(name, {}), {doc for task, doc in lm.broken if task == name})
+        for name, samples in output["samples"].items()
+    ]
 
 
-def _named_result(name: str, samples: list[dict[str, Any]], higher_is_better: dict[str, bool]) -> TaskResult:
+def _named_result(
+    name: str, samples: list[dict[str, Any]], higher_is_better: dict[str, bool], broken: Set[int | None]
+) -> TaskResult:
+    """`broken`: numbers of the documents for which the model computed NaN or infinity."""
     metrics = samples[0]["metrics"]
     known = ("acc", "exact_match")
     metric = next((m for m in known if m in metrics), metrics[0])
@@ -190,9 +212,12 @@ def _named_result(name: str, samples: list[dict[str, Any]], higher_is_better: di
         chance: float | None = sum(1 / n for n in choices) / len(choices)
     else:
         chance = 0.0 if metric in known else None  # what is predicted or generated freely is not to be guessed
-    scores = {str(s["doc_id"]): float(s[metric]) for s in rows}
+    more_is_better = higher_is_better.get(metric, True)
+    worst = 0.0 if more_is_better else math.nan
+    scores = {str(s["doc_id"]): worst if s["doc_id"] in broken else float(s[metric]) for s in rows}
     texts = {str(s["doc_id"]): str(s["arguments"][0][0])[-200:] for s in rows}
-    return TaskResult(name, metric, chance, scores, None, None, higher_is_better.get(metric, True), texts)
+    hit = {str(s["doc_id"]): "" for s in rows if s["doc_id"] in broken}
+    return TaskResult(name, metric, chance, scores, None, None, more_is_better, texts, broken=hit)
 
 
 def _check_hub(names: Sequence[str]) -> None:
@@ -225,7 +250,7 @@ def _evaluate(
     lm: QtoolLM, tasks: list[Any], manager: TaskManager, seed: int, limit: int | None = None
 ) -> dict[str, Any]:
     """lm-eval's own evaluation. Not through simple_evaluate, which also asks git, pip and the system who they are."""
-    with _quiet_lm_eval():
+    with quiet("lm_eval", logging.ERROR):
         loaded = manager.load(tasks)
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
@@ -236,12 +261,12 @@ def _evaluate(
 
 
 @contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
-    """lm-eval's remarks are kept out of our output while it runs; its errors are not."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def quiet(name: str, level: int) -> Iterator[None]:
+    """Remarks below `level` of the logger of that name are kept out of our output."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)

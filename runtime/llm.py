@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
-from qtool.runtime.engine.params import RequestOutput, SamplingParams, TokenLogprobs
+from qtool.runtime.engine.params import NOT_FINITE, RequestOutput, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request
 from qtool.runtime.llm_engine import LLMEngine
-from qtool.runtime.scoring import Piece, scoring_waves
+from qtool.runtime.scoring import WAVE_FOLLOWERS, Piece, scoring_waves, whole_piece
+
+_NO_SCORE = TokenLogprobs(token_id=-1, logprob=math.nan, rank=0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class Loglikelihood:
 
 
 class LLM:
-    """A model for offline work. Arguments as LLMEngine."""
+    """A model for offline work. Arguments as LLMEngine.
+
+    A model that computes NaN or infinity is an error. With `keep_broken` its results are given all the same.
+    """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
         self.engine = LLMEngine(model, **engine_args)
@@ -57,9 +63,12 @@ class LLM:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
+        keep_broken: bool = False,
         progress: ProgressFn = silent,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts, which are batched as memory allows.
+
+        With `keep_broken` those that broke off have the finish_reason `error`.
 
         Raises:
             QtoolError: a prompt that cannot be run, nothing is computed then; or the model failed on one.
@@ -76,8 +85,9 @@ class LLM:
             done = self._run(len(ids), "generating", progress)
         outputs = [done[i] for i in ids]
         for number, output in enumerate(outputs):
-            if failed := [o.stop_reason for o in output.outputs if o.finish_reason == "error"]:
-                raise QtoolError(f"prompt {number}: generating failed: {failed[0]}")
+            for one in output.outputs:
+                if one.finish_reason == "error" and not (keep_broken and _not_finite(one.stop_reason)):
+                    raise QtoolError(f"prompt {number}: generating failed: {one.stop_reason}")
         return outputs
 
     def beam_search(
@@ -119,12 +129,19 @@ class LLM:
         ]
 
     def loglikelihood(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        keep_broken: bool = False,
+        progress: ProgressFn = silent,
     ) -> list[Loglikelihood]:
         """log p(continuation | context) of (context, continuation) token pairs, batched, in order.
 
+        With `keep_broken` a pair in whose text the model computes no finite numbers has NaN for every token.
+
         Raises:
-            QtoolError: an empty context or continuation, or both together longer than `max_model_len`.
+            QtoolError: an empty context or continuation, or both together longer than `max_model_len` + 1 (the last
+                token is scored, but not computed); or the model failed.
         """
         for i, (context, continuation) in enumerate(pairs):
             if not context or not continuation:
@@ -135,8 +152,12 @@ class LLM:
                 raise QtoolError(f"pair {i}: {error}") from None
         found: list[list[TokenLogprobs]] = [[] for _ in pairs]
         done = 0
+        apart: set[int] = set()  # pairs whose piece broke, maybe at another pair's token: each is scored by itself
         for wave in scoring_waves(pairs):
-            for piece, scores in zip(wave, self._scores(wave)):
+            for piece, scores in zip(wave, self._scores(wave, keep_broken)):
+                if scores is None:
+                    apart.update(piece.pairs)
+                    continue
                 each = iter(scores)
                 for users, rivals in zip(piece.users, piece.rivals):
                     for own in (users, *rivals.values()):
@@ -145,10 +166,17 @@ class LLM:
                             found[i].append(score)
                             done += len(found[i]) == len(pairs[i][1])
             progress("scoring", done, len(pairs))
+        alone = [whole_piece(i, *pairs[i]) for i in sorted(apart)]
+        for at in range(0, len(alone), WAVE_FOLLOWERS):
+            wave = alone[at : at + WAVE_FOLLOWERS]
+            for piece, scores in zip(wave, self._scores(wave, keep_broken)):
+                (i,) = piece.pairs
+                found[i] = [_NO_SCORE] * len(pairs[i][1]) if scores is None else scores
+            progress("scoring", done + at + len(wave), len(pairs))
         return [Loglikelihood(tuple(s.logprob for s in own), all(s.rank == 1 for s in own)) for own in found]
 
-    def _scores(self, wave: Sequence[Piece]) -> list[list[TokenLogprobs]]:
-        """Of every piece its tokens in order, each with its rivals after it."""
+    def _scores(self, wave: Sequence[Piece], keep_broken: bool) -> list[list[TokenLogprobs] | None]:
+        """Of every piece its tokens in order, each with its rivals after it; None where it broke."""
         ids = [f"score-{next(self._ids)}" for _ in wave]
         with self._no_leftovers(ids):
             requests = []
@@ -158,23 +186,50 @@ class LLM:
                 text = [*piece.context, *piece.tokens]
                 requests.append(self.engine.add_scoring_request(request_id, text, score_from=start, rivals=rivals))
             self._run(len(ids), "scoring", silent)
-        for request in requests:
-            _check_finished(request)
-        return [request.prompt_scores for request in requests]
+        return [request.prompt_scores if _is_whole(request, keep_broken) else None for request in requests]
 
-    def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    def prompt_logits(self, sequences: Sequence[Sequence[int]], *, keep_broken: bool = False) -> Iterator[Tensor]:
         """Logits after every token of every sequence: [len(sequence), vocab_size] float32, one sequence at a time.
+
+        With `keep_broken` rows are NaN where the model computes no finite numbers, or none that can be told from them:
+        all before the first of these are right.
 
         Raises:
             QtoolError: a sequence that is empty or longer than `max_model_len`.
         """
         for sequence in sequences:
-            request_id = f"logits-{next(self._ids)}"
-            with self._no_leftovers([request_id]):
-                request = self.engine.add_scoring_request(request_id, sequence, kind="logits")
-                self._run(1, "scoring", silent)
-            _check_finished(request)
-            yield torch.cat(request.prompt_scores)
+            logits, whole = self._logits(sequence, keep_broken)
+            yield logits if whole else self._up_to_the_first_broken(sequence, logits)
+
+    def _logits(self, sequence: Sequence[int], keep_broken: bool) -> tuple[Tensor, bool]:
+        """Logits of the steps up to one that broke, [at most len(sequence), vocab_size], and whether none did."""
+        request_id = f"logits-{next(self._ids)}"
+        with self._no_leftovers([request_id]):
+            request = self.engine.add_scoring_request(request_id, sequence, kind="logits")
+            self._run(1, "scoring", silent)
+        whole = _is_whole(request, keep_broken)
+        return torch.cat(request.prompt_scores), whole
+
+    def _up_to_the_first_broken(self, sequence: Sequence[int], computed: Tensor) -> Tensor:
+        """Logits of a sequence that broke, from those that were `computed`.
+
+        Within one step NaN reaches tokens before it as well (a probability of 0 times NaN is NaN), so beginnings of the
+        sequence are computed anew until the longest that is whole is found.
+        """
+        logits = computed.new_full((len(sequence), computed.shape[1]), math.nan)
+        finite = computed.isfinite().all(dim=1)
+        logits[: len(computed)][finite] = computed[finite]
+        good = int(finite.cumprod(0).sum())  # the longest beginning that is known to be whole
+        bad, step = len(computed), 1
+        while bad - good > 1:
+            length = min(good + step, (good + bad) // 2)
+            beginning, whole = self._logits(sequence[:length], keep_broken=True)
+            if whole:
+                good, step = length, 2 * step
+                logits[:good] = beginning
+            else:
+                bad, step = length, bad
+        return logits
 
     def _no_leftovers(self, ids: Sequence[str]) -> _AbortOnError:
         return _AbortOnError(self.engine, ids)
@@ -203,6 +258,14 @@ class _AbortOnError:
                 self._engine.abort_request(request_id)
 
 
-def _check_finished(request: Request) -> None:
-    if request.finish_reason == "error":
-        raise QtoolError(f"scoring failed: {request.stop_reason}")
+def _is_whole(request: Request, keep_broken: bool) -> bool:
+    """False for a text that broke, where that is no error."""
+    if request.finish_reason != "error":
+        return True
+    if keep_broken and _not_finite(request.stop_reason):
+        return False
+    raise QtoolError(f"scoring failed: {request.stop_reason}")
+
+
+def _not_finite(stop_reason: int | str | None) -> bool:
+    return str(stop_reason).startswith(NOT_FINITE)

@@ -340,9 +340,9 @@ class LLMEngine:
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def check_scoring(self, token_ids: Sequence[int]) -> None:
-        """Raises QtoolError where add_scoring_request would refuse this text."""
+        """Raises QtoolError where add_scoring_request would refuse this text for log-probabilities."""
         self._check_tokens(token_ids)
-        self._core.scheduler.check_length(len(token_ids), generate=False)
+        self._core.scheduler.check_length(len(token_ids), generate=False, last_is_spare=True)
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -32,6 +32,16 @@ class Piece:
     users: list[list[int]]
     rivals: list[dict[int, list[int]]]
 
+    @property
+    def pairs(self) -> set[int]:
+        """All that it scores tokens of."""
+        return {i for users, others in zip(self.users, self.rivals) for own in (users, *others.values()) for i in own}
+
+
+def whole_piece(pair: int, context: Sequence[int], continuation: Sequence[int]) -> Piece:
+    """A pair by itself, sharing nothing with others."""
+    return Piece(list(context), list(continuation), [[pair]] * len(continuation), [{}] * len(continuation))
+
 
 @dataclass(frozen=True)
 class _Branch:

@@ -192,6 +192,10 @@ class RequestMetrics:
     num_swaps: int = 0
 
 
+NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
+"""How the stop_reason begins of an output that ends with that error."""
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One output of a request so far.

@@ -194,8 +194,8 @@ def decode(request: Request, start: int) -> ScheduledRequest:
 class StepResult(NamedTuple):
     """What the executor gives for one ScheduledRequest: the sampled token, its logprobs, scores of prompt positions.
 
-    `error` says why there is none of these; the request ends with it. `accepted` counts the tokens of the work's draft
-    that come before the sampled one, `accepted_logprobs` are theirs.
+    `error` says why the request ends without a token; logits that come with it are not all finite. `accepted` counts
+    the tokens of the work's draft that come before the sampled one, `accepted_logprobs` are theirs.
     """
 
     token_id: int | None = None

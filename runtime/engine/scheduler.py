@@ -87,19 +87,23 @@ class Scheduler:
         # The longest request: it fits when it runs alone.
         self.room = min(config.max_model_len, kv.pool.num_blocks * kv.block_size)
 
-    def check_length(self, num_prompt_tokens: int, *, generate: bool) -> None:
-        """Raises QtoolError for a prompt that could never run to its end."""
-        if num_prompt_tokens + int(generate) > self.room:
+    def check_length(self, num_prompt_tokens: int, *, generate: bool, last_is_spare: bool = False) -> None:
+        """Raises QtoolError for a prompt that could never run to its end.
+
+        A last token that is spare (see Request) needs no place in the context.
+        """
+        if num_prompt_tokens + generate - last_is_spare > self.room:
+            also = " with room for one output token" if generate else " and one more to be scored" * last_is_spare
             raise QtoolError(
-                f"the prompt has {num_prompt_tokens} tokens, but the context is {self.room} tokens"
-                + (" with room for one output token: " if generate else ": ")
-                + "shorten the prompt or start with a larger max_model_len"
+                f"the prompt has {num_prompt_tokens} tokens, but the context is {self.room} tokens{also}: "
+                "shorten the prompt or start with a larger max_model_len"
             )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QtoolError as check_length."""
-        self.check_length(request.num_prompt_tokens, generate=request.generate)
-        request.max_num_tokens = min(request.num_prompt_tokens + request.params.max_tokens, self.room)
+        prompt = request.num_prompt_tokens
+        self.check_length(prompt, generate=request.generate, last_is_spare=request.last_is_spare)
+        request.max_num_tokens = min(prompt + request.params.max_tokens, self.room)
         request.rank = (POLICIES[self.config.policy](request), next(self._arrivals))
         insort(self.waiting, request, key=_RANK)
 
@@ -294,6 +298,7 @@ class Scheduler:
                 continue
             if error is not None:
                 log.error("request %s ends with an error: %s", request.request_id, error)
+                request.prompt_scores.extend(prompt_scores)
                 self.finish(request, "error", error)
                 changed.append(request)
                 continue

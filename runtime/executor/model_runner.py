@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from qtool.runtime.engine.params import SamplingParams, TokenLogprobs
+from qtool.runtime.engine.params import NOT_FINITE, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.engine.swap import BlockCopy, SwapCosts
 from qtool.runtime.executor.batch_invariant import invariant_model, invariant_ops, sample_apart
@@ -34,7 +34,6 @@ T = TypeVar("T")
 SCORE_ROWS = 128  # prompt positions whose logits are held at a time
 _NOTHING = Verified([], [])
 PROMPT_TOKENS = 32  # tokens for each request of a step from which on it counts as prompts
-NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or too large for its dtype"
 
 
 def kv_block_bytes(model: Decoder, block_size: int) -> int:
@@ -211,8 +210,9 @@ class ModelRunner:
             results.append(self._failure() if failed else StepResult(None if row is None else tokens[row]))
         return results
 
-    def _failure(self) -> StepResult:
-        return StepResult(error=f"{NOT_FINITE} ({str(self.model.dtype).removeprefix('torch.')} here)")
+    def _failure(self, scores: tuple[Any, ...] = ()) -> StepResult:
+        error = f"{NOT_FINITE} ({str(self.model.dtype).removeprefix('torch.')} here)"
+        return StepResult(prompt_scores=scores, error=error)
 
     def _replay(self, batch: Sequence[ScheduledRequest]) -> Tensor:
         assert self.graphs is not None
@@ -309,9 +309,11 @@ class ModelRunner:
         hidden, plan = self._forward(works)
         broken = ~hidden.abs().amax(dim=-1).isfinite()  # [num_tokens]
         failed = broken.tolist()
-        if any(failed) and not self.ops.on_device:
-            for cache in self.caches:
-                cache.erase(plan.slot_mapping[broken])
+        if any(failed):
+            if not self.ops.on_device:
+                for cache in self.caches:
+                    cache.erase(plan.slot_mapping[broken])
+            hidden[broken] = torch.nan  # infinity could still become a score that looks finite
         results: list[StepResult] = [StepResult()] * len(batch)
         first_rows: list[int] = []
         row = 0
@@ -324,7 +326,8 @@ class ModelRunner:
             tokens, logprobs = sampled.get(first, _NOTHING)
             failure = any(failed[first : first + work.num_tokens]) or not all(map(_is_finite, scores))
             if failure or NO_TOKEN in tokens:
-                results[index] = self._failure()
+                logits = scores if work.request.score_kind == "logits" else ()  # they show where it broke
+                results[index] = self._failure(logits)
             elif not tokens:
                 results[index] = StepResult(None, None, scores, len(_scored_span(work)))
             else:

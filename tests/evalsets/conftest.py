@@ -86,27 +86,33 @@ class FakeServed:
         self.max_model_len = int(self.model.config.max_position_embeddings)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def prompt_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    def prompt_logits(self, sequences: Sequence[Sequence[int]], *, keep_broken: bool = False) -> Iterator[Tensor]:
         for sequence in sequences:
             with torch.no_grad():
                 yield self.model(torch.tensor([list(sequence)])).logits[0].float()
 
     def loglikelihood(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, progress: ProgressFn = silent
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        keep_broken: bool = False,
+        progress: ProgressFn = silent,
     ) -> list[FakeScored]:
         results = []
         for context, continuation in pairs:
             assert len(context) >= 1
             assert len(continuation) >= 1
-            assert len(context) + len(continuation) <= self.max_model_len
-            (logits,) = self.prompt_logits([[*context, *continuation]])
-            rows = logits[len(context) - 1 : -1].log_softmax(-1)
+            assert len(context) + len(continuation) <= self.max_model_len + 1  # the last token is no input
+            (logits,) = self.prompt_logits([[*context, *continuation][:-1]])
+            rows = logits[len(context) - 1 :].log_softmax(-1)
             targets = torch.tensor(list(continuation))
             picked = rows.gather(1, targets[:, None])[:, 0]
             results.append(FakeScored(tuple(picked.tolist()), bool((rows.argmax(-1) == targets).all())))
         return results
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, keep_broken: bool = False
+    ) -> list[RequestOutput]:
         """Greedy, up to a stop string or the end of the sequence."""
         return [self._greedy(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
 
@@ -120,7 +126,7 @@ class FakeServed:
             made.append(int(logits[-1].argmax()))
             if made[-1] == self.model.config.eos_token_id:
                 break
-            text = self.tokenizer.decode(made)
+            text = self.tokenizer.decode(made, skip_special_tokens=True)
             if ends := [text.index(s) for s in params.stop if s in text]:
                 text = text[: min(ends)]
                 break

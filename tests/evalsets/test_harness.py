@@ -31,8 +31,7 @@ def both(tiny: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
-    # one less than the model takes: lm-eval does not count the last target, our runtime does
-    return HFLM(pretrained=model, tokenizer=load_tokenizer(tiny), batch_size=1, max_length=127), tiny
+    return HFLM(pretrained=model, tokenizer=load_tokenizer(tiny), batch_size=1), tiny
 
 
 def _ours(folder: Path, served: Any) -> harness.QtoolLM:
@@ -73,6 +72,56 @@ def test_rolling_loglikelihoods_equal_lm_evals_own(both: tuple[Any, Path], fake_
     (a,) = theirs.loglikelihood_rolling(requests)
     (b,) = _ours(folder, fake_served).loglikelihood_rolling(requests)
     assert a == pytest.approx(b, abs=1e-3)
+
+
+LENGTHS = (127, 128, 129, 133)  # around the 128 tokens that the model takes
+
+
+@pytest.fixture(scope="module", params=["stand-in", "runtime"])
+def ours(request: Any, both: tuple[Any, Path], fake_served: Any) -> harness.QtoolLM:
+    """Our class over transformers, and over our runtime."""
+    return _ours(both[1], fake_served if request.param == "stand-in" else _runtime)
+
+
+def _runtime(folder: Path) -> harness.Served:
+    return harness.serve(folder, dtype="float32", device="cpu")
+
+
+def _digits(count: int) -> str:
+    """A text of so many tokens, no two of its ends alike."""
+    return "".join(str(i * i % 97 % 10) for i in range(count))
+
+
+@pytest.mark.parametrize("choice", ["b", "bcd", "b" * 128])
+def test_contexts_too_long_lose_as_much_as_in_lm_evals_own(
+    both: tuple[Any, Path], ours: harness.QtoolLM, choice: str
+) -> None:
+    theirs, _ = both
+    pairs = [(_digits(count), choice) for count in LENGTHS]
+    for (context, _), pair in zip(pairs, (ours._encode_pair(*p) for p in pairs), strict=True):
+        assert [len(part) for part in pair] == [len(context), len(choice)]
+    requests = _instances("loglikelihood", pairs)
+    found, wanted = ours.loglikelihood(requests), theirs.loglikelihood(requests)
+    for (context, _), (a, greedy_a), (b, greedy_b) in zip(pairs, found, wanted, strict=True):
+        assert a == pytest.approx(b, abs=1e-3), len(context)
+        assert greedy_a == greedy_b
+    # one token less of the context would be seen
+    room = 129 - len(choice)
+    if room > 1:
+        less = ours.loglikelihood(_instances("loglikelihood", [(_digits(133)[-room + 1 :], choice)]))
+        assert abs(less[0][0] - wanted[-1][0]) > 0.01
+
+
+def test_texts_around_the_length_roll_as_in_lm_evals_own(both: tuple[Any, Path], ours: harness.QtoolLM) -> None:
+    requests = _instances("loglikelihood_rolling", [(_digits(count),) for count in (*LENGTHS, 256, 257, 300)])
+    found, wanted = ours.loglikelihood_rolling(requests), both[0].loglikelihood_rolling(requests)
+    assert found == pytest.approx(wanted, abs=5e-3)
+
+
+def test_prompts_too_long_are_continued_as_in_lm_evals_own(both: tuple[Any, Path], ours: harness.QtoolLM) -> None:
+    options = {"until": ["</s>"], "max_gen_toks": 8, "do_sample": False}
+    requests = _instances("generate_until", [(_digits(count), dict(options)) for count in (119, 120, 121, *LENGTHS)])
+    assert ours.generate_until(requests) == both[0].generate_until(requests)
 
 
 @pytest.mark.model
@@ -129,8 +178,8 @@ def test_generation_options_of_lm_eval() -> None:
 
 def test_a_choice_without_tokens_or_too_long_is_refused(both: tuple[Any, Path], fake_served: Any) -> None:
     ours = _ours(both[1], fake_served)
-    with pytest.raises(QtoolError, match="after 'on and on' is too long"):
-        ours.loglikelihood(_instances("loglikelihood", [("on and on", " b" * 200)]))
+    with pytest.raises(QtoolError, match="after 'on and on' is too long: 129 tokens, but the model takes 128"):
+        ours.loglikelihood(_instances("loglikelihood", [("on and on", "b" * 129)]))
     with pytest.raises(QtoolError, match="'e' after 'th' adds no token"):  # "the" is one token, as "th" is
         ours.loglikelihood(_instances("loglikelihood", [("th", "e")]))
     with pytest.raises(QtoolError, match="pretrained"):

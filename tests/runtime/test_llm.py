@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,52 @@ def test_what_a_broken_token_computes_spoils_nobody_else(tiny_model: Any, tmp_pa
         broken.loglikelihood([([1, 2], [3]), ([1, 7], [3])])
     with pytest.raises(QtoolError, match=r"scoring failed: .*NaN"):
         next(broken.prompt_logits([[1, 7]]))
+    _check_what_is_kept_of_it(broken, llm, bad)
     for prompt in PROMPTS:  # one at a time: each gets blocks in which NaN was once computed
         assert tokens(broken, prompts=[prompt]) == tokens(llm, prompts=[prompt])
     assert broken.engine.stats().kv_blocks_used == 0
+
+
+def _check_what_is_kept_of_it(broken: LLM, llm: LLM, bad: list[int]) -> None:
+    """Before the broken token all is as in the whole model, from there on NaN; a step computes 16 tokens of `bad`."""
+    at = bad.index(7)
+    texts = [bad, bad[:at], bad[at:]]
+    for got, want, good in zip(broken.prompt_logits(texts, keep_broken=True), llm.prompt_logits(texts), (at, at, 0)):
+        assert got.shape == want.shape
+        assert torch.allclose(got[:good], want[:good], atol=1e-5)
+        assert got[good:].isnan().all()
+    # the first leads the others of its context, and breaks
+    pairs = [([1, 2], [3, 7, 4, 5]), ([1, 2], [3, 9]), ([1, 7], [3]), (bad, [4]), ([1, 2], [7]), ([1, 2], [8, 3])]
+    scored = list(zip(broken.loglikelihood(pairs, keep_broken=True), llm.loglikelihood(pairs), strict=True))
+    for i, (got, want) in enumerate(scored):
+        if i in (0, 2, 3):
+            assert [math.isnan(p) for p in got.logprobs] == [True] * len(want.logprobs)
+            assert not got.greedy
+        else:  # a token that is scored, but not computed, breaks nothing
+            assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+            assert got.greedy == want.greedy
+    kept, broke = broken.generate(["hello", bad], GREEDY, keep_broken=True)
+    assert kept.outputs[0].token_ids == tokens(llm, prompts=["hello"])[0]
+    assert (broke.outputs[0].finish_reason, broke.outputs[0].token_ids) == ("error", ())
+
+
+def test_a_text_to_be_scored_may_have_one_token_more_than_the_context(tiny_model: Any) -> None:
+    """Its last token is scored but never computed: 256 positions score the 257th, a KV cache of 256 holds them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    llm = LLM(tiny_model(), device="cpu", kv_cache_memory=16 * BLOCK_BYTES, max_num_batched_tokens=100)
+    assert llm.max_model_len == 256
+    text = [3 + i * 7 % 290 for i in range(257)]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
+    for cut in (1, 200, 256):
+        (got,) = llm.loglikelihood([(text[:cut], text[cut:])])
+        want = [float(logprobs[i, text[i + 1]]) for i in range(cut - 1, 256)]
+        assert got.logprobs == pytest.approx(want, abs=1e-4)
+    with pytest.raises(QtoolError, match="258 tokens, but the context is 256 tokens and one more to be scored"):
+        llm.loglikelihood([([1], [2] * 257)])
+    with pytest.raises(QtoolError, match="257 tokens, but the context is 256 tokens: "):
+        next(llm.prompt_logits([text]))
+    llm.engine.check_integrity()
 
 
 def test_a_model_that_does_not_run_is_refused_at_its_warm_up(tiny_model: Any, tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def _answer(
     engine: LLMEngine, messages: list[dict[str, str]], params: SamplingParams, show: Callable[[str], None]
 ) -> str:
     """Generate one answer, showing it as it grows; what there was of it where Ctrl-C ended it."""
+    from qtool.runtime.engine.params import FAILURES
+
     try:
         ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates raise what they like to refuse a conversation
@@ -113,7 +115,7 @@ def _answer(
                 answer = output.outputs[0]
                 show(answer.text[len(shown) :])
                 shown = answer.text
-                if answer.finish_reason == "error":
+                if answer.finish_reason in FAILURES:
                     raise QtoolError(f"the model failed: {answer.stop_reason}")
     except KeyboardInterrupt:
         engine.abort_request("chat")

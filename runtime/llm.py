@@ -15,7 +15,7 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
-from qtool.runtime.engine.params import NOT_FINITE, RequestOutput, SamplingParams, TokenLogprobs
+from qtool.runtime.engine.params import FAILURES, NOT_FINITE, RequestOutput, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request
 from qtool.runtime.llm_engine import LLMEngine
 from qtool.runtime.scoring import WAVE_FOLLOWERS, Piece, scoring_waves, whole_piece
@@ -71,7 +71,8 @@ class LLM:
         With `keep_broken` those that broke off have the finish_reason `error`.
 
         Raises:
-            QtoolError: a prompt that cannot be run, nothing is computed then; or the model failed on one.
+            QtoolError: a prompt that cannot be run, nothing is computed then; or the model failed on one, or
+                its form is too complex to be followed to the end.
         """
         if isinstance(prompts, str):
             raise QtoolError("prompts must be a list of prompts, got one string")
@@ -86,7 +87,7 @@ class LLM:
         outputs = [done[i] for i in ids]
         for number, output in enumerate(outputs):
             for one in output.outputs:
-                if one.finish_reason == "error" and not (keep_broken and _not_finite(one.stop_reason)):
+                if one.finish_reason in FAILURES and not (keep_broken and _not_finite(one.stop_reason)):
                     raise QtoolError(f"prompt {number}: generating failed: {one.stop_reason}")
         return outputs
 

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from qtool.runtime.detokenizer import Detokenizer, Tokenizer
-from qtool.runtime.engine.params import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, TokenLogprobs
+from qtool.runtime.engine.params import (
+    FAILURES,
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate, StopFound
 
 
@@ -42,7 +49,7 @@ class _Output:
         text = self.text
         if text is None:
             return None
-        if update.finish_reason not in (None, "error"):
+        if update.finish_reason not in (None, *FAILURES):
             text.finish(check_stop=len(self.token_ids) > min_tokens)
         if text.stop_reason is None:
             return None
@@ -51,7 +58,7 @@ class _Output:
 
     @property
     def mean_logprob(self) -> float:
-        if self.finish_reason == "error" or not self.logprobs:
+        if self.finish_reason in FAILURES or not self.logprobs:
             return -math.inf
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
 

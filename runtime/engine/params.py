@@ -15,6 +15,9 @@ MAX_LOGPROBS = 1024
 MAX_TEMPERATURE = 1e6
 """All tokens are about as likely there; logits over numbers beyond float32's range would be none."""
 
+FAILURES = frozenset({"error", "refused"})
+"""The finish_reasons of outputs that are no answer."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -200,7 +203,8 @@ NOT_FINITE = "the model computed NaN or infinity: its weights are damaged, or to
 class CompletionOutput:
     """One output of a request so far.
 
-    finish_reason: None while it runs, else `stop`, `length`, `abort`, or `error` (what went wrong is the stop_reason).
+    finish_reason: None while it runs, else `stop`, `length`, `abort`, `error` (what went wrong is the stop_reason), or
+    `refused` (what the client must ask for instead is the stop_reason).
     cumulative_logprob: sum of its tokens' log-probabilities, of a beam search.
     """
 

@@ -22,6 +22,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.kv_cache_manager import KVCacheManager
 from qtool.runtime.engine.policy import POLICIES
 from qtool.runtime.engine.request import NO_DRAFT, Draft, Request, ScheduledRequest, Status, StepResult, decode
+from qtool.runtime.engine.structured_output import Misfit
 from qtool.runtime.engine.swap import BlockCopy, SwapSpace
 
 ADMIT_SHARE = 16
@@ -367,15 +368,33 @@ class Scheduler:
 
 def _end(request: Request, token: int, total: int) -> Ending | None:
     """Why a request ends with `token`, its `total`-th with those of the prompt; None: it goes on."""
+    matcher = request.matcher
+    if matcher is not None and matcher.misfit is not None:  # no token fitted, so that this one says nothing
+        return _misfitted(request, matcher.misfit, total - 1)
     if token in request.stop_token_ids and total - request.num_prompt_tokens > request.params.min_tokens:
         return "stop", token
-    if request.matcher is not None:
-        if (misfit := request.matcher.accept(token)) is not None:
-            log.error("request %s left its form: %s", request.request_id, misfit)
-            return "error", f"the output left its form: {misfit}"
-        if request.matcher.finished:
+    if matcher is not None:
+        matcher.accept(token)
+        if matcher.misfit is not None:
+            return _misfitted(request, matcher.misfit, total)
+        if matcher.finished:
             return "stop", None
     return ("length", None) if total >= request.max_num_tokens else None
+
+
+def _misfitted(request: Request, misfit: Misfit, total: int) -> Ending:
+    """The end of a request whose first `total` tokens have its form."""
+    if not misfit.limit:
+        log.error("request %s left its form: %s", request.request_id, misfit.reason)
+        return "error", f"the output left its form: {misfit.reason}"
+    form = request.params.structured_outputs
+    name = "form" if form is None else form.form
+    count = total - request.num_prompt_tokens
+    log.warning("request %s: its %s is too complex after %d tokens", request.request_id, name, count)
+    return "refused", (
+        f"structured_outputs: this {name} is too complex to go on after {count} tokens of output: give a simpler one "
+        f"({misfit.reason})"
+    )
 
 
 def _remove(requests: list[Request], request: Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from qtool.quant.errors import QtoolError
 
@@ -91,6 +91,18 @@ class StructuredOutputsParams:
         return found
 
 
+class Misfit(NamedTuple):
+    """Why an output cannot go on in its form.
+
+    Attributes:
+        limit: the form has grown beyond what may be spent on it, so that the client can mend it with a simpler one.
+            False: a token does not fit, which is nobody's wish.
+    """
+
+    reason: str
+    limit: bool = False
+
+
 class TokenMatcher(Protocol):
     """Where one output stands in its form. Owned by its request; advances by the tokens of the output alone, so that
     a preempted request goes on where it was."""
@@ -100,8 +112,13 @@ class TokenMatcher(Protocol):
         """The form is complete and nothing can follow."""
         ...
 
-    def accept(self, token_id: int) -> str | None:
-        """Advance by a token; None, or why it does not fit. After that, nothing fits any more."""
+    @property
+    def misfit(self) -> Misfit | None:
+        """Why nothing fits any more, since the last token or since its tokens that may follow were looked for."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token; `misfit` says whether it fits."""
         ...
 
     def rollback(self, count: int) -> None:

@@ -3,9 +3,10 @@ the tokens that may come next as one bit a token."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,30 +14,56 @@ import torch
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
-from qtool.runtime.engine.structured_output import StructuredOutputsParams, TokenMatcher
+from qtool.runtime.engine.structured_output import Misfit, StructuredOutputsParams, TokenMatcher
 
 KEPT_GRAMMARS = 256
 """Compiled forms that are kept for requests with the same one."""
 
 WORD = 32  # tokens in one element of a mask
 MOST_ITEMS = 50_000  # of llguidance's parser at one token, and in one row, where 2,000 would fail with long choices
+LIMITS = re.compile("too many|max is|fuel exhausted", re.IGNORECASE)  # how llguidance says that it reached one
 
 
 class GrammarMatcher:
-    """A TokenMatcher of llguidance; `vocab_size` is its tokenizer's, at least the model's."""
+    """A TokenMatcher of llguidance.
 
-    def __init__(self, inner: Any, vocab_size: int) -> None:
+    All forks of a matcher grow one lexer, and most limits are the lexer's: what others wrote counts. A matcher that
+    meets a limit therefore starts over, once, with a lexer of its own, so that nothing but its own output can end it.
+
+    Args:
+        inner: at the beginning of the output.
+        vocab_size: of its tokenizer, at least the model's.
+        fresh: makes another `inner`; None: this one's lexer is its own.
+    """
+
+    def __init__(self, inner: Any, vocab_size: int, fresh: Callable[[], Any] | None = None) -> None:
         self._inner = inner
         self.vocab_size = vocab_size
+        self._fresh = fresh
+        self._accepted: list[int] = []
 
     @property
     def finished(self) -> bool:
         return bool(self._inner.is_stopped())
 
-    def accept(self, token_id: int) -> str | None:
-        return None if self._inner.consume_token(token_id) else _one_line(self._inner.get_error())
+    @property
+    def misfit(self) -> Misfit | None:
+        return _misfit(self._inner) if self._inner.is_error() else None
+
+    def accept(self, token_id: int) -> None:
+        self._accepted.append(token_id)
+        if not self._inner.consume_token(token_id):
+            self.start_over()
+
+    def start_over(self) -> bool:
+        """Go where it stands again with a lexer of its own; False where no limit of a common one stopped it."""
+        if self._fresh is None or self.misfit is None or not self.misfit.limit:
+            return False
+        self._inner, self._fresh = self._fresh(), None
+        return bool(self._inner.consume_tokens(self._accepted))
 
     def rollback(self, count: int) -> None:
+        del self._accepted[len(self._accepted) - count :]
         if count and not self._inner.rollback(count):
             raise ValueError(f"{count} tokens cannot be taken back: {_one_line(self._inner.get_error())}")
 
@@ -44,7 +71,9 @@ class GrammarMatcher:
         return int(self._inner.validate_tokens(list(token_ids)))
 
     def fork(self) -> GrammarMatcher:
-        return GrammarMatcher(self._inner.deep_copy(), self.vocab_size)
+        twin = GrammarMatcher(self._inner.deep_copy(), self.vocab_size, self._fresh)
+        twin._accepted = list(self._accepted)
+        return twin
 
 
 class GrammarCompiler:
@@ -73,8 +102,8 @@ class GrammarCompiler:
         key = (form.form, form.text, form.disable_any_whitespace, form.whitespace_pattern)
         with self._lock:
             found = self._kept.get(key)
-        if found is None:
-            found = self._compile(form)  # outside the lock: a large schema holds up nobody else
+        if found is None:  # outside the lock: a large schema holds up nobody else
+            found = GrammarMatcher(self._compile(form), self._tokens.vocab_size, lambda: self._compile_again(key, form))
         with self._lock:
             self._kept[key] = found
             self._kept.move_to_end(key)
@@ -82,7 +111,14 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
             return found.fork()
 
-    def _compile(self, form: StructuredOutputsParams) -> GrammarMatcher:
+    def _compile_again(self, key: tuple[object, ...], form: StructuredOutputsParams) -> Any:
+        """For one whose common lexer is used up: nobody shall start with that."""
+        with self._lock:
+            self._kept.pop(key, None)
+        return self._compile(form)
+
+    def _compile(self, form: StructuredOutputsParams) -> Any:
+        """llguidance's matcher of a form."""
         llguidance = _llguidance()
         with self._lock:
             if self._tokens is None:
@@ -104,12 +140,13 @@ class GrammarCompiler:
             error = matcher.get_error()
             if not error:
                 matcher.compute_bitmask()
-                error = "no text has this form" if matcher.is_error() else ""
+                found = _misfit(matcher) if matcher.is_error() else None
+                error = "" if found is None else found.reason if found.limit else "no text has this form"
         except (ValueError, RecursionError) as refusal:
             error = str(refusal)
         if error:
             raise QtoolError(f"structured_outputs: this {name} cannot be used: {_one_line(error)}")
-        return GrammarMatcher(matcher, self._tokens.vocab_size)
+        return matcher
 
     def _read_tokenizer(self, llguidance: Any) -> Any:
         if not self._eos:
@@ -132,6 +169,12 @@ def _llguidance() -> Any:
             "structured_outputs needs llguidance, which is not installed: pip install 'qtool[structured]'"
         ) from None
     return llguidance
+
+
+def _misfit(matcher: Any) -> Misfit:
+    """What is wrong with a matcher that says that it cannot go on."""
+    reason = _one_line(matcher.get_error())
+    return Misfit(reason, LIMITS.search(reason) is not None)
 
 
 def _one_line(message: str) -> str:
@@ -159,10 +202,13 @@ def token_masks(matchers: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> np.nd
     first = np.cumsum([0, *(1 + len(drafts) for _, drafts in own)]).tolist()
     words = -(-max(m.vocab_size for m, _ in own) // WORD)
     masks = np.full((first[-1], words), -1, dtype=np.int32)
-    if plain := [(m._inner, at) for (m, drafts), at in zip(own, first) if not drafts]:
-        fill_next_token_bitmask_par(_workers, plain, masks)
-    if drafted := [(m._inner, at, drafts) for (m, drafts), at in zip(own, first) if drafts]:
-        fill_next_token_bitmask_par_with_draft_tokens(_workers, drafted, masks)
+    work = [(m, at, drafts) for (m, drafts), at in zip(own, first)]
+    while work:
+        if plain := [(m._inner, at) for m, at, drafts in work if not drafts]:
+            fill_next_token_bitmask_par(_workers, plain, masks)
+        if drafted := [(m._inner, at, drafts) for m, at, drafts in work if drafts]:
+            fill_next_token_bitmask_par_with_draft_tokens(_workers, drafted, masks)
+        work = [(m, at, drafts) for m, at, drafts in work if m.start_over()]
     return masks
 
 

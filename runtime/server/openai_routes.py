@@ -267,7 +267,7 @@ async def _respond(
         outputs = await service.engine.submit(requests)
     except EngineDeadError as error:
         raise ApiError(503, str(error)) from error
-    finished = _refuse_failed(outputs, hide_output)
+    finished = _refuse_failed(outputs, hide_output, body)
     if body.stream:
         return _EventStream(_events(finished, answer, body), on_close=lambda: service.engine.abort(ids))
     try:
@@ -318,9 +318,15 @@ def _dump(body: BaseModel) -> str:
     return body.model_dump_json(exclude_unset=True)
 
 
-async def _refuse_failed(outputs: OutputStream, hide_output: bool) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The outputs; those that the engine ended for a failure of its own raise, since no client asked for that."""
+async def _refuse_failed(
+    outputs: OutputStream, hide_output: bool, body: SamplingRequest
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs; those that are no answer raise: ApiError where the client can mend it, else EngineDeadError."""
     async for position, output in outputs:
+        for choice in output.outputs:
+            if choice.finish_reason == "refused":  # which forms alone bring about
+                field, _ = body.form() or (None, None)
+                raise ApiError(400, str(choice.stop_reason), param=field, code="form_too_complex")
         if any(choice.finish_reason not in (None, "stop", "length") for choice in output.outputs):
             raise EngineDeadError("the engine failed on this request; the server's log has the details")
         if hide_output:
@@ -394,4 +400,6 @@ async def _events(
             yield f"data: {_dump(answer.usage_chunk(usage_of(newest.values())))}\n\n"
     except EngineDeadError as error:
         yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
+    except ApiError as error:
+        yield f"data: {json.dumps(error_body(error.status, error.message, error.param, error.code))}\n\n"
     yield "data: [DONE]\n\n"

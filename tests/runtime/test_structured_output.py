@@ -15,6 +15,8 @@ import torch
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
+from qtool.runtime.engine.structured_output import Misfit
+from qtool.runtime.executor import structured_output
 from qtool.runtime.executor.sampler import SamplingRow, sample
 from qtool.runtime.executor.structured_output import GrammarCompiler, GrammarMatcher, token_masks
 from qtool.runtime.llm import LLM
@@ -108,7 +110,8 @@ def test_the_mask_is_every_token_that_some_match_goes_on_with(compiler: GrammarC
     for prefix in ("", "a", "ab", "acc", "ac", "abd", "x", "xx", "xxx"):
         matcher = compiler.compile(StructuredOutputsParams(regex=pattern))
         for token in llm.tokenizer.encode(prefix):
-            assert matcher.accept(token) is None
+            matcher.accept(token)
+            assert matcher.misfit is None
         want = {t for t in range(1, 257) if regex.fullmatch(pattern, prefix + llm.tokenizer.decode([t]), partial=True)}
         if regex.fullmatch(pattern, prefix):
             want.add(0)  # the end-of-sequence token
@@ -123,7 +126,8 @@ def test_drafts_are_masked_in_one_go_and_taken_back(compiler: GrammarCompiler, l
     walked = compiler.compile(form)
     for token in drafts:
         steps.append(permitted(token_masks([(walked, ())])[0], 320))
-        assert walked.accept(token) is None
+        walked.accept(token)
+        assert walked.misfit is None
     assert walked.finished, "the end of the sequence ends the form too"
     matcher, other = compiler.compile(form), compiler.compile(StructuredOutputsParams(choice=["q"]))
     assert matcher.count_permitted(drafts) == 5
@@ -135,7 +139,8 @@ def test_drafts_are_masked_in_one_go_and_taken_back(compiler: GrammarCompiler, l
     assert permitted(token_masks([(walked, ())])[0], 320) == steps[1]
     assert not walked.finished
     twin = walked.fork()
-    assert walked.accept(drafts[1]) is None
+    walked.accept(drafts[1])
+    assert walked.misfit is None
     assert permitted(token_masks([(twin, ())])[0], 320) == steps[1], "a fork stands for itself"
 
 
@@ -222,8 +227,9 @@ def test_without_llguidance_everything_else_runs(tiny_model: Any, monkeypatch: p
 
 def test_a_token_that_leaves_the_form_ends_its_request_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(GrammarMatcher):
-        def accept(self, token_id: int) -> str | None:
-            return "it was not to be"
+        @property
+        def misfit(self) -> Misfit | None:
+            return Misfit("it was not to be")
 
     llm.engine.add_request("free", "x", SamplingParams(max_tokens=5, ignore_eos=True))
     llm.engine.add_request("bad", "x", formed(regex="abc"))
@@ -237,6 +243,109 @@ def test_a_token_that_leaves_the_form_ends_its_request_alone(llm: LLM, caplog: p
     assert done["bad"].finish_reason == "error"
     assert done["bad"].stop_reason == "the output left its form: it was not to be"
     assert "it was not to be" in caplog.text, "a client is told to look into the log"
+
+
+# A text of as and bs in which letters 61 apart are equal is one of 2 ** 61 states: no lexer has so many.
+TOO_COMPLEX = "start: T\nT: /(a|b)*/ & ~/(a|b)*a(a|b){60}b(a|b)*/ & ~/(a|b)*b(a|b){60}a(a|b)*/"
+
+
+def ends(llm: LLM, requests: dict[str, SamplingParams]) -> dict[str, Any]:
+    for name, params in requests.items():
+        llm.engine.add_request(name, "x", params)
+    done = {}
+    while llm.engine.has_unfinished():
+        done |= {o.request_id: o.outputs for o in llm.engine.step() if o.finished}
+    llm.engine.check_integrity()
+    assert llm.engine.stats().kv_blocks_used == llm.engine.stats().num_running == 0
+    return done
+
+
+@pytest.mark.parametrize("speculative", [None, "prompt-lookup"])
+def test_a_form_that_grows_too_complex_ends_its_request_alone(tiny_model: Any, speculative: str | None) -> None:
+    """Its matcher permits nothing but the end by then: that end is no answer."""
+    llm = LLM(tiny_model(), device="cpu", kv_cache_memory=1 << 22, speculative=speculative)
+    free = SamplingParams(max_tokens=90, seed=3, ignore_eos=True)
+    (alone,) = ends(llm, {"alone": free})["alone"]
+    bias = {0: -100.0}  # the end of the sequence
+    hard = replace(formed(200, grammar=TOO_COMPLEX), n=2, logit_bias=bias)
+    hard_too = replace(hard, n=1, min_tokens=190, ignore_eos=True)
+    done = ends(llm, {"free": free, "hard": hard, "too": hard_too, "easy": formed(regex="[ab]{70}")})
+    assert done["free"][0].token_ids == alone.token_ids
+    assert re.fullmatch("[ab]{70}", done["easy"][0].text)
+    for output in (*done["hard"], *done["too"]):
+        assert output.finish_reason == "refused"
+        assert re.fullmatch("[ab]{30,100}", output.text)
+        assert re.fullmatch(
+            r"structured_outputs: this grammar is too complex to go on after \d+ tokens of output: give a simpler one "
+            r"\(lexer error: too many expressions constructed\)",
+            str(output.stop_reason),
+        )
+    with pytest.raises(QtoolError, match=r"prompt 1: generating failed: .*this grammar is too complex"):
+        llm.generate(["x", "x"], [free, hard])
+
+
+def test_a_token_may_be_what_grows_too_complex(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "MOST_ITEMS", 100)
+    grammar = 'start: "x" y\ny: ' + " | ".join(f'/w{i}/ "e"' for i in range(200))
+    ((output,),) = ends(llm, {"hard": formed(grammar=grammar)}).values()
+    assert output.finish_reason == "refused"
+    assert re.search("limit 100|max is 100", str(output.stop_reason))
+    assert output.text == "x"
+
+
+def test_a_form_that_is_too_complex_from_the_start_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    own = llguidance.LLParserLimits(max_lexer_states=1)
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **limits: own)
+    with pytest.raises(QtoolError, match=r"this grammar cannot be used: lexer error: too many states"):
+        llm.generate(["x"], formed(grammar=TOO_COMPLEX.replace("60", "59")))
+
+
+def test_what_others_write_is_nobodys_limit(llm: LLM) -> None:
+    """One lexer grows with all outputs of a form, until one of them has used it up."""
+    short = replace(formed(40, grammar=TOO_COMPLEX), logit_bias={0: -100.0})
+    long = replace(short, max_tokens=200, seed=1)
+    (alone,) = ends(llm, {"alone": short})["alone"]
+    assert alone.finish_reason == "length"
+    together = ends(llm, {"long": long, "first": short})
+    later = ends(llm, {"long": long, "second": short})
+    assert together["long"][0].finish_reason == later["long"][0].finish_reason == "refused"
+    assert together["long"][0].token_ids == later["long"][0].token_ids
+    assert together["first"][0].token_ids == later["second"][0].token_ids == alone.token_ids
+
+
+def test_the_best_are_chosen_among_the_outputs_that_have_their_form(llm: LLM) -> None:
+    either = 'start: "a" | "b" T\nT: ' + TOO_COMPLEX.partition("T: ")[2]
+    bias = {0: -100.0, **dict.fromkeys(llm.tokenizer.encode("a"), 3.0)}
+    params = replace(formed(200, grammar=either, seed=1), n=1, best_of=8, logit_bias=bias)
+    ((output,),) = ends(llm, {"some": params}).values()
+    assert (output.text, output.finish_reason) == ("a", "stop")
+
+
+def test_a_limit_is_told_from_a_token_that_does_not_fit(compiler: GrammarCompiler, llm: LLM) -> None:
+    import llguidance
+
+    tokens = compiler._read_tokenizer(llguidance)
+    twisted = "".join("ab"[i * i % 61 % 7 % 2] for i in range(61))
+    wide = 'start: "x" y\ny: ' + " | ".join(f'/w{i}/ "e"' for i in range(300))
+    cases: list[tuple[str, str, dict[str, int], str | None]] = [
+        (TOO_COMPLEX, twisted, {"step_lexer_fuel": 50}, "too many expressions constructed"),
+        (TOO_COMPLEX, twisted, {"max_lexer_states": 30}, "too many states"),
+        (wide, "xw1", {"max_items_in_row": 100}, "max is 100"),
+        (wide, "xw1", {"step_max_items": 100}, "Too many items"),
+        (wide, "xq", {}, None),
+    ]
+    for grammar, text, limits, message in cases:
+        inner = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=llguidance.LLParserLimits(**limits))
+        matcher = GrammarMatcher(inner, tokens.vocab_size)
+        for token in llm.tokenizer.encode(text):
+            if matcher.misfit is None:
+                token_masks([(matcher, ())])
+                matcher.accept(token)
+        assert matcher.misfit is not None
+        assert matcher.misfit.limit == (message is not None)
+        assert (message or "doesn't satisfy the grammar") in matcher.misfit.reason
 
 
 @pytest.mark.model

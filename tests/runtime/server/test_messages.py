@@ -64,7 +64,7 @@ outputs = st.builds(
     st.integers(0, 127),
     st.lists(token, max_size=4),
     st.none() | st.lists(logprobs, max_size=3),
-    st.sampled_from([None, "stop", "length", "error"]),
+    st.sampled_from([None, "stop", "length", "error", "refused"]),
     st.none() | token | text,
 )
 updates = st.builds(

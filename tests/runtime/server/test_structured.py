@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -99,3 +100,39 @@ def closing(client: openai.OpenAI) -> list[int]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return [sorted(ByteLevel.alphabet()).index("}") + 1]
+
+
+TOO_COMPLEX = "start: T\nT: /(a|b)*/ & ~/(a|b)*a(a|b){60}b(a|b)*/ & ~/(a|b)*b(a|b){60}a(a|b)*/"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"), [("guided_grammar", TOO_COMPLEX), ("structured_outputs", {"grammar": TOO_COMPLEX})]
+)
+def test_a_form_that_grows_too_complex_is_the_clients_to_mend(
+    client: openai.OpenAI, sample: Any, field: str, value: Any, stream: bool
+) -> None:
+    """The tiny model writes either letter, and no lexer follows 60 of them."""
+    url = str(client.base_url).removesuffix("/v1/")
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 200, "logit_bias": {"0": -100}, "stream": stream, field: value}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    if stream:
+        assert answer.status_code == 200
+        *chunks, last, end = [json.loads(e[6:]) if "{" in e else e for e in answer.text.strip().split("\n\n")]
+        error = last["error"]
+        assert chunks
+        assert sum(len(choice["text"]) for chunk in chunks for choice in chunk["choices"]) > 60
+        assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+        assert end == "data: [DONE]"
+    else:
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", field, "form_too_complex")
+    assert "this grammar is too complex to go on after" in error["message"]
+    assert "too many expressions constructed" in error["message"]
+    assert httpx.get(f"{url}/health").status_code == 200
+    label = '{model_name="tiny"}'
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert sample(url, f"qtool_{name}{label}") == 0
+    done = client.completions.create(model="tiny", prompt="a", extra_body={"guided_choice": ["left", "right"]})
+    assert done.choices[0].text in ("left", "right")

@@ -68,6 +68,14 @@ def command(
     drain_s: Annotated[
         float, typer.Option("--drain-s", help="At Ctrl-C or SIGTERM, seconds for running requests to finish.")
     ] = 30.0,
+    step_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--step-timeout-s",
+            help="An engine that finishes no step for so many seconds while requests wait hangs, and is replaced; "
+            "0: never. Well above what --max-num-batched-tokens of a prompt take.",
+        ),
+    ] = 600.0,
     metrics_prefix: Annotated[
         str, typer.Option("--metrics-prefix", help="In front of metric names: `vllm:` suits dashboards made for vLLM.")
     ] = "qtool_",
@@ -82,6 +90,8 @@ def command(
         raise QtoolError("--api-key is empty; give a key, or leave the option out for an open server")
     if not 0 < drain_s < float("inf"):
         raise QtoolError(f"--drain-s must be seconds above 0, got {drain_s}")
+    if not 0 <= step_timeout_s < float("inf"):
+        raise QtoolError(f"--step-timeout-s must be seconds, or 0 for none, got {step_timeout_s}")
     if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
         raise QtoolError(f"--metrics-prefix must be letters, digits, _ and :, got {metrics_prefix!r}")
     arguments = engine_args(
@@ -110,7 +120,7 @@ def command(
     began = time.monotonic()
     try:
         start = _engine_inside if in_process else _engine_outside
-        engine, memory = start(model, arguments)
+        engine, memory = start(model, arguments, step_timeout_s)
         for line in memory.lines():
             reporter.say(line)
 
@@ -124,13 +134,15 @@ def command(
                 seconds = time.monotonic() - began
                 typer.echo(f"ready: {name} at {url_of(listener)}/v1 (after {seconds:.1f} s; Ctrl-C ends)", err=True)
 
-        run(app, listener, drain_s=drain_s, on_ready=on_ready, stop_engine=app.state.stop_engine)
+        run(app, listener, drain_s=drain_s, on_ready=on_ready, engine=engine)
     finally:
         listener.close()
     reporter.say("stopped")
 
 
-def _engine_inside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClient, MemoryBudget]:
+def _engine_inside(
+    model: str, arguments: Mapping[str, Any], step_timeout_s: float
+) -> tuple[EngineClient, MemoryBudget]:
     """The engine in a thread of this process."""
     from qtool.runtime.llm_engine import LLMEngine
     from qtool.runtime.server.async_engine import AsyncEngine
@@ -138,10 +150,12 @@ def _engine_inside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClie
 
     engine = LLMEngine(model, **arguments)
     warm_up(engine)
-    return AsyncEngine(engine), engine.memory
+    return AsyncEngine(engine, step_timeout_s), engine.memory
 
 
-def _engine_outside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineClient, MemoryBudget]:
+def _engine_outside(
+    model: str, arguments: Mapping[str, Any], step_timeout_s: float
+) -> tuple[EngineClient, MemoryBudget]:
     """The engine in a process of its own, which loads the model while this one gets ready."""
     from qtool.quant.hub import resolve_model
     from qtool.runtime.server.engine_main import EngineSpec
@@ -159,4 +173,4 @@ def _engine_outside(model: str, arguments: Mapping[str, Any]) -> tuple[EngineCli
     except BaseException:
         process.close()
         raise
-    return RemoteEngine(spec, process, ready, tokenizer), ready.memory
+    return RemoteEngine(spec, process, ready, tokenizer, step_timeout_s=step_timeout_s), ready.memory

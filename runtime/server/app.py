@@ -41,8 +41,8 @@ class ApiKeyGate:
 def create_app(
     engine: EngineClient, *, model_name: str, api_key: str | None = None, metrics_prefix: str = "qtool_"
 ) -> FastAPI:
-    """The application around an engine that is ready to run. Its lifespan starts the engine and ends it;
-    `app.state.stop_engine` ends it sooner, and with an error what still runs.
+    """The application around an engine that is ready to run. Its lifespan starts the engine and ends it; `engine.stop`
+    ends it sooner, and with an error what still runs.
 
     Args:
         engine: nobody else may use it while the application runs.
@@ -51,7 +51,8 @@ def create_app(
         metrics_prefix: in front of every metric's name.
     """
     metrics = Metrics(model_name, engine.baseline, metrics_prefix)
-    engine.on_step, engine.on_abort, engine.on_restart = metrics.on_step, metrics.on_abort, metrics.on_restart
+    engine.on_step, engine.on_abort = metrics.on_step, metrics.on_abort
+    engine.on_restart, engine.on_hang = metrics.on_restart, metrics.on_hang
     service = Service.of(engine, model_name)
 
     @asynccontextmanager
@@ -64,7 +65,6 @@ def create_app(
             service.tokenize_thread.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="qtool", version=__version__, lifespan=lifespan)
-    app.state.stop_engine = engine.stop
     install_handlers(app)
     app.include_router(build_router(service))
 

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qtool.runtime.engine.core import EngineStats
 from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
-from qtool.runtime.server.engine_client import EngineClient, EngineDeadError, OutputStream, StepReport
+from qtool.runtime.server.engine_client import END_PATIENCE_S, EngineClient, EngineDeadError, OutputStream, StepReport
 
 if TYPE_CHECKING:
     from qtool.runtime.llm_engine import LLMEngine
@@ -29,14 +30,16 @@ T = TypeVar("T")
 class AsyncEngine(EngineClient):
     """Runs `engine.step()` while there is work; add and abort from the event loop.
 
-    A crash ends it for good: nobody can say what state the process is in.
+    A crash ends it for good, since nobody can say what state the process is in, and so does a step that hangs, since
+    nobody can end a thread.
 
     Args:
         engine: the synchronous engine; nobody else may touch it from `start` to `stop`.
+        step_timeout_s: as EngineClient.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        super().__init__(engine.tokenizer)
+    def __init__(self, engine: LLMEngine, step_timeout_s: float = 0.0) -> None:
+        super().__init__(engine.tokenizer, step_timeout_s)
         self._engine = engine
         self._baseline = engine.stats()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -45,6 +48,7 @@ class AsyncEngine(EngineClient):
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="qtool-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -64,12 +68,16 @@ class AsyncEngine(EngineClient):
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._watching = self._loop.create_task(self._watch())
         self._thread.start()
 
     async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._dead is None:
             self._call(self._set_stopping)
-        await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, END_PATIENCE_S)
+        self._fail_all(self._die("the server is stopping"))
 
     async def submit(self, requests: Mapping[str, tuple[Sequence[int], SamplingParams]]) -> OutputStream:
         ids = list(requests)
@@ -120,10 +128,25 @@ class AsyncEngine(EngineClient):
     def _set_stopping(self) -> None:
         self._stopping = True
 
+    def _end_hung(self, reason: str) -> None:
+        self.lost = self._die(f"{reason}; restart the server")
+        self._fail_all(self.lost)
+
+    def _die(self, reason: str) -> EngineDeadError:
+        """Run nothing on the engine's thread from now on. Returns why, which is the first reason given."""
+        with self._lock:
+            self._stopping = True  # a thread that hangs may come back
+            self._dead = self._dead or EngineDeadError(reason)
+        with suppress(queue.Empty):
+            while True:
+                future = self._calls.get_nowait()[1]
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._dead)
+        return self._dead
+
     # ---- on the engine's thread ----
 
     def _run(self) -> None:
-        reason = "the server is stopping"
         try:
             while not self._stopping:
                 self._answer_calls(wait=not self._engine.has_unfinished())
@@ -133,14 +156,9 @@ class AsyncEngine(EngineClient):
                     self._post(self._deliver, report)
         except BaseException as error:
             logger.critical("the engine's loop crashed", exc_info=error)
-            reason = f"the engine crashed ({type(error).__name__}); restart the server"
-        with self._lock:
-            self._dead = EngineDeadError(reason)
-            while not self._calls.empty():
-                future = self._calls.get_nowait()[1]
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(self._dead)
-        self._post(self._fail_all, self._dead)
+            if not self._stopping:
+                self.lost = self._die(f"the engine crashed ({type(error).__name__}); restart the server")
+        self._post(self._fail_all, self._die("the server is stopping"))
 
     def _answer_calls(self, wait: bool) -> None:
         while True:

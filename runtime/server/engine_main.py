@@ -150,11 +150,13 @@ class EngineLoop:
     def run(self) -> None:
         """Go on until the server says Shutdown. Raises what the engine raises, which is its end."""
         try:
+            told = 0
             while self._obey(wait=not self._engine.has_unfinished()):
                 if self._engine.has_unfinished():
-                    updates = self._engine.step_tokens()
-                    if updates:
-                        self._outbox.send(StepDone(updates, self._engine.stats(), time.monotonic()))
+                    updates, stats = self._engine.step_tokens(), self._engine.stats()
+                    if updates or stats.num_steps != told:  # that a long prompt advances is news, too
+                        self._outbox.send(StepDone(updates, stats, time.monotonic()))
+                        told = stats.num_steps
         finally:
             self._compile_thread.shutdown(wait=False, cancel_futures=True)
 

@@ -6,12 +6,13 @@ import asyncio
 import math
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.server.engine_client import EngineClient
 
 LAST_WORDS_S = 5  # for the errors to reach the clients after the drain
 
@@ -48,19 +49,23 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """Says when it listens, and ends the engine when the drain has taken too long: every client then gets an error."""
+    """Says when it listens, and ends the engine when the drain has taken too long: every client then gets an error.
+    Once the engine is lost it drains by itself."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         on_ready: Callable[[], None],
         drain_s: float,
-        stop_engine: Callable[[], Awaitable[None]],
+        engine: EngineClient,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
         self._drain_s = drain_s
-        self._stop_engine = stop_engine
+        self._engine = engine
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._engine.lost is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -76,7 +81,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
     async def _end_drain(self) -> None:
         await asyncio.sleep(self._drain_s)
-        await self._stop_engine()
+        await self._engine.stop()
 
 
 def run(
@@ -85,12 +90,14 @@ def run(
     *,
     on_ready: Callable[[], None],
     drain_s: float,
-    stop_engine: Callable[[], Awaitable[None]],
+    engine: EngineClient,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then take no more, finish what runs for up to `drain_s` seconds, and return.
 
-    What still runs by then is answered with an error, `stop_engine` making the engine give it up. A second Ctrl-C ends
-    the wait.
+    What still runs by then is answered with an error, the engine being stopped. A second Ctrl-C ends the wait.
+
+    Raises:
+        QtoolError: the engine is lost, so that whoever looks after the server knows that it needs a new one.
     """
     patience = math.ceil(drain_s) + LAST_WORDS_S
     config = uvicorn.Config(
@@ -100,6 +107,8 @@ def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _Server(config, on_ready, drain_s, stop_engine).run(sockets=[listener])
+        _Server(config, on_ready, drain_s, engine).run(sockets=[listener])
     finally:
         listener.close()
+    if engine.lost is not None:
+        raise QtoolError(str(engine.lost))

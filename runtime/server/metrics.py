@@ -60,6 +60,7 @@ class Metrics:
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens proposed.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Tokens proposed and accepted.")
         self.restarts = counter("engine_restarts", "Times that an engine's process took the place of one that died.")
+        self.hangs = counter("engine_hangs", "Times that an engine finished no step for too long, and was ended.")
         finished = Counter(
             prefix + "request_success",
             "Requests that ended, by reason.",
@@ -115,6 +116,10 @@ class Metrics:
         self.restarts.inc()
         self._totals = stats
         self.set_gauges(stats)
+
+    def on_hang(self, reason: str) -> None:
+        """An engine that hung was ended."""
+        self.hangs.inc()
 
     def render(self) -> bytes:
         """The exposition text."""

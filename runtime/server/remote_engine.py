@@ -1,4 +1,4 @@
-"""The engine in a process of its own, as the server's event loop sees it; a process that dies is replaced.
+"""The engine in a process of its own, as the server's event loop sees it; a process that dies or hangs is replaced.
 
 Tokens come from the engine's process and become text here, see engine_main.py for what is where.
 """
@@ -18,7 +18,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.core import EngineStats
 from qtool.runtime.engine.params import SamplingParams, StructuredOutputsParams
 from qtool.runtime.output_processor import OutputProcessor
-from qtool.runtime.server.engine_client import EngineClient, EngineDeadError, OutputStream, StepReport
+from qtool.runtime.server.engine_client import END_PATIENCE_S, EngineClient, EngineDeadError, OutputStream, StepReport
 from qtool.runtime.server.engine_main import EngineSpec
 from qtool.runtime.server.engine_process import EngineProcess
 from qtool.runtime.server.messages import (
@@ -37,7 +37,6 @@ from qtool.runtime.server.messages import (
 )
 
 logger = logging.getLogger(__name__)
-END_PATIENCE_S = 5.0  # for the step that runs when the server stops
 REPORTS_AT_ONCE = 4  # before the event loop may see to other things
 
 
@@ -72,13 +71,14 @@ class RemoteEngine(EngineClient):
     """A client of an engine's process.
 
     When the process dies, every request in it ends with EngineDeadError at once, new ones are turned away, and a
-    process with the same arguments is started, as often as `restarts` allows.
+    process with the same arguments is started, as often as `restarts` allows. One that hangs is killed.
 
     Args:
         spec: of `process`.
         process: just started or ready; this object ends it.
         ready: what it said when it was.
         tokenizer: the model's.
+        step_timeout_s: as EngineClient.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class RemoteEngine(EngineClient):
         ready: Ready,
         tokenizer: Any,
         restarts: RestartPolicy | None = None,
+        step_timeout_s: float = 0.0,
     ) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, step_timeout_s)
         self._spec = spec
         self._process = process
         self._ready = ready
@@ -99,6 +100,7 @@ class RemoteEngine(EngineClient):
         self._call_ids = itertools.count()
         self._down: EngineDeadError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Lock()
 
@@ -119,6 +121,10 @@ class RemoteEngine(EngineClient):
         return self._down
 
     def start(self) -> None:
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._hear_process()
+
+    def _hear_process(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._process.sentinel, self._on_death)
         loop.add_reader(self._process.reports.FD, self._on_reports, self._process)
@@ -126,6 +132,8 @@ class RemoteEngine(EngineClient):
 
     async def stop(self) -> None:
         self._stopping.set()
+        if self._watching is not None:
+            self._watching.cancel()
         first = self._down is None
         self._fail(EngineDeadError("the server is stopping"))
         async with self._stopped:
@@ -166,6 +174,9 @@ class RemoteEngine(EngineClient):
 
     def _abort(self, ids: Sequence[str]) -> None:
         self._process.send(Abort(list(ids)))
+
+    def _waits(self) -> object:
+        return super()._waits() or next(iter(self._calls), None)
 
     def _forget(self, ids: Iterable[str]) -> list[str]:
         known = super()._forget(ids)
@@ -228,10 +239,17 @@ class RemoteEngine(EngineClient):
                 self._take(report)
         except Exception:
             logger.exception("the last reports of the engine's process cannot be used")
-        reason = self._process.how_it_ended()
-        logger.critical("the engine's process ended: %s", reason)
-        self._fail(EngineDeadError(f"the engine's process ended ({reason}); it is being started again"))
-        self._process.close()
+        reason = f"the engine's process ended ({self._process.how_it_ended()})"
+        logger.critical("%s", reason)
+        self._replace(reason)
+
+    def _end_hung(self, reason: str) -> None:
+        self._leave_process()
+        self._process.kill()
+        self._replace(reason)
+
+    def _replace(self, reason: str) -> None:
+        self._fail(EngineDeadError(f"{reason}; it is being started again"))
         task = asyncio.get_running_loop().create_task(self._restart())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -248,6 +266,7 @@ class RemoteEngine(EngineClient):
                 future.set_exception(error)
 
     async def _restart(self) -> None:
+        await asyncio.to_thread(self._process.close)  # waits for its end, which a hung device may put off
         while (delay := self._restarts.next_delay(time.monotonic())) is not None:
             try:
                 await asyncio.wait_for(self._stopping.wait(), delay)
@@ -267,9 +286,9 @@ class RemoteEngine(EngineClient):
                 continue
             if not self._stopping.is_set():
                 self._down = None
-                self.start()
+                self._hear_process()
                 self.on_restart(self._ready.stats)
                 logger.warning("the engine runs again")
             return
-        self._down = EngineDeadError("the engine's process ends again and again; restart the server")
+        self._down = self.lost = EngineDeadError("the engine's process ends again and again; restart the server")
         logger.critical("%s", self._down)

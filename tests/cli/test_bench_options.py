@@ -109,6 +109,8 @@ def test_serve_refuses_before_loading() -> None:
         ({"drain_s": 0.0}, "--drain-s"),
         ({"drain_s": float("inf")}, "--drain-s"),
         ({"drain_s": float("nan")}, "--drain-s"),
+        ({"step_timeout_s": -1.0}, "--step-timeout-s"),
+        ({"step_timeout_s": float("nan")}, "--step-timeout-s"),
         ({"metrics_prefix": "my metrics "}, "--metrics-prefix"),
         ({"host": ".."}, "--host"),
         ({"port": -1}, "--port"),

@@ -157,7 +157,7 @@ class ScriptedEngine:
 
 
 @contextmanager
-def serving(engine: Any, **options: Any) -> Iterator[str]:
+def serving(engine: Any, step_timeout_s: float = 0.0, **options: Any) -> Iterator[str]:
     """A uvicorn server in a thread of its own around the engine; gives its base URL."""
     import uvicorn
 
@@ -166,7 +166,7 @@ def serving(engine: Any, **options: Any) -> Iterator[str]:
     from qtool.runtime.server.launch import bind, url_of
 
     listener = bind("127.0.0.1", 0)
-    app = create_app(AsyncEngine(engine), **({"model_name": "tiny"} | options))
+    app = create_app(AsyncEngine(engine, step_timeout_s), **({"model_name": "tiny"} | options))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=10))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -66,6 +66,83 @@ def test_engine_crash_fails_requests_and_health(make_engine: Callable[..., Any],
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
+def test_a_step_that_blocks_ends_what_waits_for_it(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], sample: Any, eventually: Any
+) -> None:
+    engine, blocked, go_on = make_engine(step_s=0.01), threading.Event(), threading.Event()
+    step = engine.step
+
+    def step_or_block() -> Any:
+        if engine.steps == 5:
+            blocked.set()
+            go_on.wait()
+        return step()
+
+    engine.step = step_or_block
+    answers: dict[bool, httpx.Response] = {}
+
+    def ask(stream: bool) -> None:
+        answers[stream] = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=30)
+
+    with serve(engine, step_timeout_s=0.5) as url:
+        others = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for other in others:
+            other.start()
+        assert blocked.wait(timeout=30)
+        assert httpx.get(f"{url}/health").status_code == 200  # it may yet end
+        late = httpx.post(f"{url}/v1/completions", json=LONG, timeout=30)  # queued behind the step
+        for other in others:
+            other.join()
+        reason = "the engine hangs: it finished no step in 0.5 s while requests waited; restart the server"
+        assert answers[False].status_code == 500
+        assert answers[False].json()["error"] == {
+            "message": reason, "type": "server_error", "param": None, "code": None
+        }  # fmt: skip
+        *_, error, end = answers[True].text.strip().split("\n\n")
+        assert json.loads(error[6:])["error"]["message"] == reason
+        assert end == "data: [DONE]"
+        assert (late.status_code, late.json()["error"]["message"]) == (503, reason)
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()["error"]["message"]) == (503, reason)
+        label = '{model_name="tiny"}'
+        assert sample(url, f"qtool_engine_hangs_total{label}") == 1
+        assert sample(url, 'qtool_request_success_total{finished_reason="abort",model_name="tiny"}') == 3
+    go_on.set()  # only now: the server could stop without it
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "qtool-engine"])
+
+
+def test_slow_steps_are_no_hang(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
+    with serve(make_engine(step_s=0.15), step_timeout_s=1.0) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 10}, timeout=30)
+        assert answer.status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_stops_although_a_step_blocks(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.runtime.engine.params import SamplingParams
+    from qtool.runtime.server import async_engine
+    from qtool.runtime.server.engine_client import EngineDeadError
+
+    monkeypatch.setattr(async_engine, "END_PATIENCE_S", 0.2)
+    engine, go_on = make_engine(), threading.Event()
+    engine.step = go_on.wait
+
+    async def stop() -> None:
+        bridge = async_engine.AsyncEngine(engine)
+        bridge.start()
+        stream = await bridge.submit({"a": ([1], SamplingParams())})
+        await asyncio.wait_for(bridge.stop(), timeout=20)
+        with pytest.raises(EngineDeadError, match="stopping"):
+            await anext(aiter(stream))
+
+    try:
+        asyncio.run(stop())
+    finally:
+        go_on.set()
+
+
 def test_a_failed_request_fails_alone(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
     engine = make_engine()
     with serve(engine) as url:

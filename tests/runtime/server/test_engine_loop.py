@@ -105,6 +105,21 @@ def test_tokens_come_once_and_in_order(peer: Peer) -> None:
     assert not peer.engine.has_unfinished()
 
 
+def test_a_long_prompt_is_heard_of_while_it_is_computed(tiny_model: Any, tmp_path_factory: Any) -> None:
+    """Each of its steps is a sign of life, although none but the last brings a token."""
+    engine = LLMEngine(tiny_model(), device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=8)
+    peer = Peer(engine, str(tmp_path_factory.mktemp("s")))
+    peer.add(1, ("a", [5] * 40, SamplingParams(max_tokens=1)))
+    assert peer.hear() == m.Answer(1)
+    steps = [peer.hear() for _ in range(5)]
+    assert [len(step.updates) for step in steps if isinstance(step, m.StepDone)] == [0, 0, 0, 0, 1]
+    peer.say(m.Shutdown())
+    for thread in peer.threads:
+        thread.join(timeout=60)
+    peer.outbox.close()
+    peer.context.destroy(linger=0)
+
+
 def test_all_requests_or_none(peer: Peer) -> None:
     own = SamplingParams(max_tokens=3)
     peer.add(1, ("a", [5], own), ("b", [10**6], own))

@@ -66,6 +66,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c", "from qtool.cli.main import main; main()",
         "serve", str(folder), "--port", "0", "--served-model-name", "tiny", "--dtype", "float32",
         "--device", "cpu", "--max-num-seqs", "32", "--kv-cache-memory", "16MiB", "--drain-s", "5",
+        "--step-timeout-s", "10",
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
@@ -234,6 +235,43 @@ def test_a_killed_engine_fails_its_requests_and_is_replaced(server: Server, samp
     assert sample(url, f"qtool_num_requests_running{LABEL}") == 0
     assert any("killed by SIGKILL" in line for line in server.log)
     assert len(list(server.temporary.iterdir())) == 1  # the sockets of the engine that runs
+
+
+def test_a_stopped_engine_goes_on_or_is_replaced(server: Server, sample: Any, eventually: Any) -> None:
+    url, engine = server.url, server.engine
+    restarts = sample(url, f"qtool_engine_restarts_total{LABEL}")
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": [PROMPTS[4]], "max_tokens": 20, "temperature": 0}
+    want = texts(server.client.completions.create(**arguments))
+    engine.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: server.client.completions.create(**arguments))
+        time.sleep(2)
+        assert not asked.done()
+        engine.resume()
+        assert texts(asked.result()) == want  # in time
+    assert server.engine.pid == engine.pid
+    body = {"prompt": [5] * 20, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(lines)
+        engine.suspend()
+        late = httpx.post(f"{url}/v1/completions", json=arguments, timeout=60)
+        *_, error, end = lines
+    assert "finished no step in 10 s" in json.loads(error)["error"]["message"]
+    assert end == "[DONE]"
+    assert late.status_code == 503
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 503
+    assert "finished no step in 10 s" in health.json()["error"]["message"]
+    eventually(lambda: httpx.get(f"{url}/health").status_code == 200, timeout_s=300)
+    assert not engine.is_running()
+    assert server.engine.pid != engine.pid
+    assert texts(server.client.completions.create(**arguments)) == want
+    assert sample(url, f"qtool_engine_hangs_total{LABEL}") == 1
+    assert sample(url, f"qtool_engine_restarts_total{LABEL}") == restarts + 1
+    assert sample(url, f"qtool_num_requests_running{LABEL}") == 0
+    assert any("the engine hangs" in line for line in server.log)
+    assert len(list(server.temporary.iterdir())) == 1
 
 
 def test_a_killed_server_leaves_nothing_behind(server: Server, eventually: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qtool.quant.errors import QtoolError
 from qtool.runtime.server.app import create_app
 from qtool.runtime.server.async_engine import AsyncEngine
 from qtool.runtime.server.launch import bind, run, url_of
@@ -27,7 +28,8 @@ def own_signals() -> Iterator[None]:
 
 def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., Any], own_signals: None) -> None:
     engine = make_engine(step_s=0.05, max_model_len=100_000)
-    app = create_app(AsyncEngine(engine), model_name="tiny")
+    client = AsyncEngine(engine)
+    app = create_app(client, model_name="tiny")
     listener = bind("127.0.0.1", 0)
     url = f"{url_of(listener)}/v1/completions"
     body = {"prompt": "a", "max_tokens": 90_000}
@@ -50,7 +52,7 @@ def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., 
         for thread in threads:
             thread.start()
 
-    run(app, listener, on_ready=on_ready, drain_s=0.5, stop_engine=app.state.stop_engine)
+    run(app, listener, on_ready=on_ready, drain_s=0.5, engine=client)
     for thread in threads:
         thread.join(timeout=30)
     assert whole[0].status_code == 500
@@ -58,3 +60,20 @@ def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., 
     events = [line.removeprefix("data: ") for line in streamed if line]
     assert events[-1] == "[DONE]"
     assert "stopping" in json.loads(events[-2])["error"]["message"]
+
+
+def test_a_lost_engine_ends_the_server(make_engine: Callable[..., Any], own_signals: None) -> None:
+    engine = make_engine()
+    engine.crash_at = 3
+    client = AsyncEngine(engine)
+    app = create_app(client, model_name="tiny")
+    listener = bind("127.0.0.1", 0)
+    url = f"{url_of(listener)}/v1/completions"
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(httpx.post(url, json={"prompt": "a", "max_tokens": 9}, timeout=60))
+    )
+    with pytest.raises(QtoolError, match="crashed"):
+        run(app, listener, on_ready=asking.start, drain_s=30, engine=client)
+    asking.join(timeout=30)
+    assert answers[0].status_code == 500

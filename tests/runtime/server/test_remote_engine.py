@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from qtool.runtime.engine.updates import OutputUpdate, RequestUpdate, StopFound
 from qtool.runtime.memory_budget import MemoryBudget
 from qtool.runtime.server import messages as m
 from qtool.runtime.server import remote_engine
-from qtool.runtime.server.engine_client import EngineDeadError, StepReport
+from qtool.runtime.server.engine_client import EngineDeadError, HangClock, StepReport
 from qtool.runtime.server.engine_main import EngineSpec
 from qtool.runtime.server.remote_engine import RemoteEngine, RestartPolicy
 
@@ -105,18 +106,22 @@ class Seen:
     steps: list[StepReport] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     restarts: list[EngineStats] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
 
 
 def with_engine(
-    test: Callable[[RemoteEngine, Process, Seen], Awaitable[None]], policy: RestartPolicy | None = None
+    test: Callable[[RemoteEngine, Process, Seen], Awaitable[None]],
+    policy: RestartPolicy | None = None,
+    step_timeout_s: float = 0.0,
 ) -> None:
     """Run `test` on an event loop, and stop the engine after it."""
 
     async def run() -> None:
         process, seen = Process(), Seen()
-        engine = RemoteEngine(EngineSpec("m", {}), process, ready(), Bytes(), policy)  # type: ignore[arg-type]
+        spec = EngineSpec("m", {})
+        engine = RemoteEngine(spec, process, ready(), Bytes(), policy, step_timeout_s)  # type: ignore[arg-type]
         engine.on_step, engine.on_abort = seen.steps.append, seen.aborted.extend
-        engine.on_restart = seen.restarts.append
+        engine.on_restart, engine.on_hang = seen.restarts.append, seen.hangs.append
         process.answers = lambda c: m.Answer(c.call, stats=stats(1)) if hasattr(c, "call") else None
         engine.start()
         await test(engine, process, seen)
@@ -233,6 +238,7 @@ def test_an_engine_that_cannot_start_again_stays_dead(monkeypatch: pytest.Monkey
         process.kill()
         await until(lambda: "again and again" in str(engine.error))
         assert len(tries) == 3
+        assert engine.lost is engine.error
         with pytest.raises(EngineDeadError, match="restart the server"):
             await engine.submit({"a": ([1], OWN)})
 
@@ -273,3 +279,81 @@ def test_a_report_that_cannot_be_used_ends_the_process(monkeypatch: pytest.Monke
         assert len(seen.restarts) == 1
 
     with_engine(test, RestartPolicy(first_delay_s=0.001))
+
+
+def test_the_clock_counts_what_it_looks_at() -> None:
+    clock = HangClock(1.0)
+    looks: list[tuple[float, object]] = [
+        (0.0, None), (1.0, ("a",)), (2.0, ("a",)), (3.5, ("a",)), (4.5, ("b",)), (5.5, ("b",)), (6.5, None),
+        (7.5, ("b",)), (8.5, ("b",)), (5000.0, ("b",)), (5001.0, ("b",)),
+    ]  # fmt: skip
+    found = [clock.look(now, waits) for now, waits in looks]
+    assert found == [0, 0, 1, 2.5, 0, 1, 0, 0, 1, 3, 4]  # of an hour and more in which nobody looked, two ticks
+
+
+@pytest.mark.parametrize("spinning", [False, True])
+def test_a_process_that_hangs_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spinning: bool
+) -> None:
+    monkeypatch.setattr(remote_engine, "EngineProcess", Process)
+    reason = "the engine hangs: it finished no step in 0.3 s while requests waited"
+
+    async def test(engine: RemoteEngine, process: Process, seen: Seen) -> None:
+        stream = await engine.submit({"a": ([1], OWN)})
+        for generated in range(8):  # longer than the limit in all
+            process.report(m.StepDone([], stats(generated), 4.0))
+            await asyncio.sleep(0.1)
+        assert engine.error is None
+        process.answers = lambda c: None
+        waiting = asyncio.create_task(engine.submit({"b": ([2], OWN)}))
+
+        async def scrape() -> None:
+            while not process.dead.is_set():
+                with suppress(TimeoutError, EngineDeadError):  # as /metrics asks: no sign of life, and no wait
+                    await asyncio.wait_for(engine.stats(), 0.02)
+                if spinning:
+                    process.report(m.StepDone([], stats(7), 4.0))
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(scrape(), timeout=30)
+        assert str(engine.error) == f"{reason}; it is being started again"
+        for ended in (anext(aiter(stream)), waiting):
+            with pytest.raises(EngineDeadError, match="it is being started again"):
+                await ended
+        assert seen.hangs == [reason]
+        assert sorted(seen.aborted) == ["a", "b"]
+        assert reason in caplog.text
+        await until(lambda: engine.error is None)
+        assert process.closed
+        assert len(seen.restarts) == 1
+        engine._process.answers = lambda c: m.Answer(c.call)  # type: ignore[attr-defined]
+        again = await engine.submit({"a": ([1], OWN)})
+        engine._process.report(step(OutputUpdate(0, [66], None, "length")))  # type: ignore[attr-defined]
+        assert [output.outputs[0].text async for _, output in again] == ["B"]
+        assert engine.lost is None
+
+    with_engine(test, RestartPolicy(first_delay_s=0.05), step_timeout_s=0.3)
+
+
+def test_a_form_that_waits_is_a_sign_as_well_and_an_idle_engine_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "EngineProcess", Process)
+
+    async def test(engine: RemoteEngine, process: Process, seen: Seen) -> None:
+        await asyncio.sleep(0.3)
+        assert engine.error is None
+        process.answers = lambda c: None
+        with pytest.raises(EngineDeadError, match="hangs"):
+            await asyncio.wait_for(engine.check_form(StructuredOutputsParams(regex="a")), timeout=30)
+        await until(lambda: engine.error is None)
+
+    with_engine(test, RestartPolicy(first_delay_s=0.01), step_timeout_s=0.1)
+
+
+def test_without_a_limit_a_step_may_take_for_ever() -> None:
+    async def test(engine: RemoteEngine, process: Process, seen: Seen) -> None:
+        await engine.submit({"a": ([1], OWN)})
+        assert engine._watching is not None
+        await asyncio.wait_for(engine._watching, timeout=30)
+        assert engine.error is None
+
+    with_engine(test)

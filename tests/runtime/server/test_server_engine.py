@@ -417,7 +417,8 @@ def test_in_process_serves_the_same(client: openai.OpenAI, tiny_folder: Path) ->
     from qtool.runtime.server.app import create_app
     from qtool.runtime.server.async_engine import AsyncEngine
 
-    engine, memory = _engine_inside(str(tiny_folder), {"dtype": "float32", "device": "cpu", "kv_cache_memory": 1 << 24})
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_memory": 1 << 24}
+    engine, memory = _engine_inside(str(tiny_folder), options, 600.0)
     assert isinstance(engine, AsyncEngine)
     assert memory.kv_cache <= 1 << 24
     arguments: dict[str, Any] = {"model": "tiny", "prompt": prompts(4)[3], "max_tokens": 20, "temperature": 0}

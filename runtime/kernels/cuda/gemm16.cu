@@ -13,8 +13,7 @@
 // tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
-//   hopper.cuh; SPLIT; STAGES; BLOCKS, LAUNCHES
-//   at most. After hopper.cuh.
+//   hopper.cuh; SPLIT; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of half a step
@@ -29,7 +28,8 @@
 #define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
 #define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
 #define RING (STAGES * (2 * HALF_X + 2 * HALF_CODES + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
-#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)    // that leave at a time
+#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)   // that leave at a time;
+                                                         // 256 leave no room for results of 64 beside three steps
 #define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 

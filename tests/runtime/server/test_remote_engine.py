@@ -311,7 +311,7 @@ def test_a_process_that_hangs_is_replaced(
             while not process.dead.is_set():
                 with suppress(TimeoutError, EngineDeadError):  # as /metrics asks: no sign of life, and no wait
                     await asyncio.wait_for(engine.stats(), 0.02)
-                if spinning:
+                if spinning and not process.dead.is_set():  # it may have died during the await
                     process.report(m.StepDone([], stats(7), 4.0))
                 await asyncio.sleep(0.02)
 

@@ -131,19 +131,24 @@ def perplexity_metric(base_nll: Array, candidate_nll: Array, thresholds: Thresho
     delta = candidate_nll - base_nll
     room = math.log1p(thresholds.max_ppl_increase)
     nats = st.bootstrap_interval(delta, seed=seed, alpha=thresholds.alpha)
+    with np.errstate(over="ignore"):  # logits that are huge, though finite: a perplexity of infinity says so
+        base, candidate = np.exp([base_nll.mean(), candidate_nll.mean()]).tolist()
+        loss, low, high = np.expm1([delta.mean(), nats.low, nats.high]).tolist()
+    overflows = math.isfinite(delta.mean()) and not math.isfinite(loss)
     return GatedMetric(
         name=PERPLEXITY,
         kind="perplexity",
-        base=float(np.exp(base_nll.mean())),
-        candidate=float(np.exp(candidate_nll.mean())),
-        loss=float(np.expm1(delta.mean())),
-        interval=Interval(float(np.expm1(nats.low)), float(np.expm1(nats.high))),
+        base=base,
+        candidate=candidate,
+        loss=loss,
+        interval=Interval(low, high),
         threshold=thresholds.max_ppl_increase,
         items=len(delta),
         unit="windows",
         p=st.paired_t(delta),
         settle=st.items_to_settle(float(delta.mean()), float(delta.std(ddof=1)), len(delta), room, thresholds.alpha),
         counts=PERPLEXITY not in thresholds.ignored,
+        note=f"{delta.mean():.4g} nats more per token than the base: too much for a perplexity" if overflows else "",
     )
 
 
@@ -262,7 +267,8 @@ def _is_finite(metric: GatedMetric) -> bool:
 def _judged(metric: GatedMetric, p_holm: float | None, family: int, alpha: float) -> GatedMetric:
     if not _is_finite(metric):
         where = f" for {metric.broken} of {metric.items} {metric.unit}" if metric.broken else ""
-        note = f"the candidate computes NaN or infinity{where}"
+        broke = f"the candidate computes NaN or infinity{where}"
+        note = metric.note or broke if metric.kind == "perplexity" else broke
         return replace(metric, verdict=Verdict.FAIL, p=None, p_two_sided=None, settle=None, note=note)
     if metric.verdict is Verdict.UNINFORMATIVE:
         return replace(metric, settle=None)

@@ -14,21 +14,25 @@ from qtool.evalsets.statistics import Verdict
 
 HEADER = ("metric", "base", "candidate", "Δ", "Δ %", "interval", "p", "p (Holm)", "limit", "verdict")
 MINUS = "−"
+LARGE = 1e9  # from here on digits behind the point say nothing
 
 
 def signed(value: float, digits: int, suffix: str = "") -> str:
     """`+1.50`, `−0.30`, with a true minus sign; `0.00` without a sign."""
+    size = number(abs(value), f".{digits}f")
     if not math.isfinite(value):
-        return "not finite"
-    text = f"{abs(value):.{digits}f}{suffix}"
-    if float(f"{abs(value):.{digits}f}") == 0:
+        return size
+    text = f"{size}{suffix}"
+    if float(size) == 0:
         return text
     return ("+" if value > 0 else MINUS) + text
 
 
 def number(value: float, form: str) -> str:
-    """A number by its format, where it is one."""
-    return format(value, form) if math.isfinite(value) else "not finite"
+    """A number by its format, where it is one; short where it is so large that a table would not hold its digits."""
+    if not math.isfinite(value):
+        return "not finite"
+    return format(value, form if abs(value) < LARGE else ".4g")
 
 
 def span(ends: Sequence[float], form: Callable[[float], str], suffix: str = "") -> str:
@@ -49,11 +53,12 @@ def metric_row(m: GatedMetric) -> tuple[str, ...]:
     percent = partial(signed, digits=2)
     base = math.nan if m.base is None else m.base
     if m.kind == "kl":
-        interval = span((low, high), "{:.4f}".format)
+        interval = span((low, high), partial(number, form=".4f"))
         cells = ("–", number(m.candidate, ".4f"), signed(m.loss, 4), "–", interval, *tail, f"≤ {m.threshold:g}")
     elif m.kind == "perplexity":
         cells = (
-            f"{base:.3f}", number(m.candidate, ".3f"), signed(m.candidate - base, 3), signed(100 * m.loss, 2, " %"),
+            number(base, ".3f"), number(m.candidate, ".3f"),
+            signed(m.candidate - base, 3), signed(100 * m.loss, 2, " %"),
             span((100 * low, 100 * high), percent, " %"), *tail, f"≤ +{100 * m.threshold:g} %",
         )  # fmt: skip
     elif m.kind == "accuracy":
@@ -64,7 +69,8 @@ def metric_row(m: GatedMetric) -> tuple[str, ...]:
         )  # fmt: skip
     else:
         cells = (
-            f"{base:.4g}", number(m.candidate, ".4g"), signed(m.candidate - base, 4), signed(-100 * m.loss, 2, " %"),
+            number(base, ".4g"), number(m.candidate, ".4g"),
+            signed(m.candidate - base, 4), signed(-100 * m.loss, 2, " %"),
             span((-100 * high, -100 * low), percent, " %"), *tail, f"≥ {MINUS}{100 * m.threshold:g} %",
         )  # fmt: skip
     return (m.name, *cells, m.verdict.value)

@@ -38,8 +38,8 @@ def divergence_section(c: Comparison) -> str:
         "Δ negative log-likelihood": f"{signed(d.delta_nll, 5)} nats per token ({interval})",
         "noise floor": f"the base against itself: mean {noise.mean_kl:.2g}, max {noise.max_kl:.2g} nats",
     }
-    base = np.exp(c.windows.window_means("base_nll")).tolist()
-    candidate = np.exp(c.windows.window_means("candidate_nll")).tolist()
+    with np.errstate(over="ignore"):
+        base, candidate = (np.exp(c.windows.window_means(f"{who}_nll")).tolist() for who in ("base", "candidate"))
     finite = any(math.isfinite(v) for v in base)
     windows = (
         f"<figure>{charts.window_plot(base, candidate)}<figcaption>Perplexity of each window, logarithmic. "

@@ -10,6 +10,7 @@ import pytest
 
 from qtool.evalsets import gate
 from qtool.evalsets.gate import GatedMetric, Thresholds
+from qtool.evalsets.report_cells import metric_row
 from qtool.evalsets.statistics import Verdict
 from qtool.evalsets.task_runs import TaskResult
 from qtool.quant.errors import QtoolError
@@ -47,6 +48,27 @@ def test_perplexity_of_known_windows() -> None:
     assert same.verdict is Verdict.PASS
     noisy = _one(gate.perplexity_metric(base, base + np.array([0.2, -0.15, 0.1, -0.05]), LIMITS, seed=0))
     assert noisy.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_perplexity_too_large_for_a_number_fails_and_is_no_nan() -> None:
+    """Logits may be huge and finite: e^800 is beyond float64, 800 nats are not."""
+    base = np.array([3.0, 3.2, 3.4, 3.6])
+    worse = _one(gate.perplexity_metric(base, base + 800, LIMITS, seed=0))
+    assert worse.verdict is Verdict.FAIL
+    assert worse.note == "800 nats more per token than the base: too much for a perplexity"
+    assert metric_row(worse)[:4] == ("perplexity", "27.113", "not finite", "not finite")
+    same = _one(gate.perplexity_metric(base + 800, base + 800, LIMITS, seed=0))
+    assert same.verdict is Verdict.PASS
+    assert metric_row(same)[1:3] == ("not finite", "not finite")
+    broken = _one(gate.perplexity_metric(base, base * math.nan, LIMITS, seed=0))
+    assert broken.note == "the candidate computes NaN or infinity"
+
+
+def test_numbers_without_end_are_shown_short() -> None:
+    cells = metric_row(_one(gate.divergence_metric(np.array([2e30, 2.1e30, 1.9e30]), LIMITS, seed=0)))
+    assert cells[2] == "2e+30"
+    assert max(map(len, cells)) < 30
 
 
 def test_accuracy_drop_of_six_points_fails_and_tells_its_flips() -> None:

@@ -62,9 +62,9 @@ def command(
     from qtool.sensitivity.record import UNITS
 
     reporter = Reporter(quiet, json_result)
-    page = output.with_suffix(".html")
     names = [name for name in schemes.split(",") if name.strip()]
     check_writable(output)
+    page = output.with_suffix(".html")
     if page == output:
         raise QtoolError(f"--out {output}: names the JSON file; the page goes beside it, so it cannot end in .html")
     check_request(names, metric, device, rounding, granularity)

@@ -139,12 +139,12 @@ def command(
             past = runs.series(series_of(results[-1]))
         except QtoolError as error:
             unrecorded = error
+    _print(reporter, results)  # first: a disk that is full now takes the report, not what was measured
     page, document = write_reports(results, out, ["qtool", *sys.argv[1:]], past)
     if junit is not None:
         write_text(junit, exports.junit(results))
     if markdown is not None:
         write_text(markdown, exports.markdown(results))
-    _print(reporter, results)
     if unrecorded is not None:
         raise unrecorded
     verdict = worst_verdict(results)

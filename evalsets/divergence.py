@@ -97,11 +97,20 @@ class LogitSpool:
             )
 
     def append(self, logits: Tensor) -> None:
-        """Add the next window's logits [positions, vocab]."""
+        """Add the next window's logits [positions, vocab]. Raises QtoolError where the disk is full."""
         self._shape = (logits.shape[0], logits.shape[1])
-        self._file.seek(0, 2)
         values = logits.float().cpu().contiguous().numpy()
-        values.tofile(self._file)
+        try:
+            self._file.seek(0, 2)
+            values.tofile(self._file)
+        except OSError as error:  # numpy's says how many numbers it wrote, and neither where nor why
+            folder, way = (
+                (self._path.parent, "pass --no-cache") if self._path else (tempfile.gettempdir(), "set TMPDIR")
+            )
+            raise QtoolError(
+                f"{folder}: the base's logits cannot be written ({error.strerror or error}); is the disk full? Free "
+                f"space, or {way}"
+            ) from None
         self.checksums.append(zlib.crc32(values.data))
 
     def seal(self) -> None:

@@ -212,7 +212,7 @@ def _claim(folder: Path, out: Path) -> int:
     """
     while True:
         folder.mkdir(exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # what a link leads to is not emptied
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

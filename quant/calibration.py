@@ -150,6 +150,8 @@ class _Positions:
 
     def _window(self, block: int) -> int | None:
         """Sliding window of a block; None where it attends to everything before."""
+        if self._config.model_type == "llama":  # has none, whatever its config.json carries along
+            return None
         kinds = getattr(self._config, "layer_types", None)
         if kinds and kinds[block] != "sliding_attention":
             return None

@@ -87,7 +87,8 @@ class Checkpoint:
         folder: a Hugging Face model folder with safetensors weights (one file, or shards with an index).
 
     Raises:
-        QtoolError: folder, config or weights missing; a weight file truncated or damaged (found on opening).
+        QtoolError: folder, config or weights missing; a weight file truncated or damaged (found on opening);
+            fewer tensors than blocks.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -104,6 +105,13 @@ class Checkpoint:
                 raise QtoolError(f"{path}: truncated or damaged safetensors file ({error}); fetch it again") from None
             for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                 self._home[name] = (path, handle)
+        blocks, tensors = self.config.get("num_hidden_layers"), len(self._home)
+        if isinstance(blocks, int) and blocks > tensors:  # it may be absurd: nobody should go through them one by one
+            self.close()
+            raise QtoolError(
+                f"{self.folder}: config.json says num_hidden_layers {blocks}, but there are only {tensors} tensors; is "
+                "the download complete?"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._home

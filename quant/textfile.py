@@ -25,7 +25,8 @@ def check_folder(path: Path) -> None:
     """Raise QtoolError where `path` cannot become, or is no, folder to write into."""
     if path.exists() and not path.is_dir():
         raise QtoolError(f"{path}: is a file; give a folder")
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    # a link that leads nowhere, or in a circle, stands there too
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists() or p.is_symlink())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise QtoolError(f"{path}: {existing} is not a folder that can be written to")
 

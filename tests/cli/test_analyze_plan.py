@@ -257,6 +257,7 @@ def test_bad_requests_are_refused(sensitivity: Path, folder: Path, text: Path, t
         (["analyze", str(folder), "-o", out, "--data", str(text), "--seq-len", "1"], "at least 1 sequence of 2 tokens"),
         (["analyze", str(folder), "-o", out, "--metric", "magic"], "metric 'magic' is not known"),
         (["analyze", str(folder), "-o", str(tmp_path)], "is a folder"),
+        (["analyze", str(folder), "-o", "."], "is a folder"),
     ]
     before = sorted(tmp_path.iterdir())
     for args, message in cases:

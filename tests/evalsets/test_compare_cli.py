@@ -13,6 +13,7 @@ import pytest
 
 from qtool.cli.main import run
 from qtool.evalsets.history import FILE, History
+from qtool.quant.errors import QtoolError
 
 SMALL = ["--windows", "2", "--context", "64", "--tasks", "none", "--dtype", "float32", "--device", "cpu", "--no-cache"]
 SMALL += ["--generations", "2"]
@@ -54,6 +55,19 @@ def test_a_history_that_fails_at_the_end_takes_no_report_away(
     assert run(["compare", str(tiny), str(tiny), *SMALL, "--out", str(out), "--history", str(tmp_path / "runs")]) == 3
     assert "cannot be used as a history" in " ".join(capsys.readouterr().err.split())
     assert json.loads((out / "compare.json").read_text())["verdict"] == "PASS"
+
+
+def test_a_report_that_cannot_be_written_takes_no_verdict_away(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise QtoolError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr("qtool.evalsets.report.write_text", full)
+    assert run(["compare", str(tiny), str(tiny), *SMALL, "--out", str(tmp_path / "out")]) == 3
+    printed = capsys.readouterr()
+    assert "Every metric is within its limit" in printed.out
+    assert "cannot be written (No space left on device)" in printed.err
 
 
 def test_several_candidates_and_files_for_ci(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,24 @@ def test_logits_go_without_a_name_where_they_cannot_have_one(tmp_path: Path, mon
     monkeypatch.setattr(os, "utime", refuse)  # what others keep is read, too
     with LogitSpool.open(tmp_path / "logits.bin", (2, 3), spool.checksums) as kept:
         assert torch.equal(kept.window(0), values)
+
+
+def test_logits_that_fill_the_disk_are_one_line(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the same write fails."""
+    script = (
+        "import resource, sys, torch; from pathlib import Path; from qtool.evalsets.divergence import LogitSpool\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "path = Path(sys.argv[1]) if len(sys.argv) > 1 else None\n"
+        "with LogitSpool(path) as spool: spool.append(torch.ones(2, 1000))"
+    )
+    for path, way in ((None, "set TMPDIR"), (str(tmp_path / "logits.bin"), "pass --no-cache")):
+        command = [sys.executable, "-P", "-c", script, *([path] if path else [])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("qtool.quant.errors.QtoolError")
+        assert "the base's logits cannot be written" in last
+        assert last.endswith(way)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_unused_for_longest_goes_first(tmp_path: Path) -> None:

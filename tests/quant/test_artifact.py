@@ -98,6 +98,25 @@ def test_force_replaces_models_and_empty_folders_alone(tmp_path: Path) -> None:
         check_target(tmp_path / "link", overwrite=True)
 
 
+def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "round").symlink_to("about")
+    (tmp_path / "about").symlink_to("round")
+    for name in ("dangling", "round"):
+        with pytest.raises(QtoolError, match=rf"{name} is not a folder that can be written to"):
+            check_target(tmp_path / name / "out", overwrite=True)
+
+
+def test_what_a_link_in_place_of_the_partial_folder_leads_to_is_not_emptied(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").touch()
+    (tmp_path / ".out.partial").symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.out\.partial"):
+        write(tmp_path / "out")
+    assert (precious / "thesis.tex").exists()
+
+
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     source = tmp_path / "models" / "base"
     source.mkdir(parents=True)

@@ -216,6 +216,7 @@ FAMILIES = {
         },
     ),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-window": ("llama", {"sliding_window": 5}),  # of a converter: no Llama has one
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {}),

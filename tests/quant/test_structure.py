@@ -55,6 +55,14 @@ def test_linears_are_those_that_transformers_builds(tmp_path: Path, family: str)
         model.get_submodule(f"{structure.block_name(1)}.{group.consumer}")
 
 
+def test_more_blocks_than_tensors_are_refused_and_not_counted(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "m", "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**12}))
+    with pytest.raises(QtoolError, match=r"num_hidden_layers 1000000000000, .* only 21 tensors"):
+        Checkpoint(folder)
+
+
 def test_unsupported_architecture_is_named() -> None:
     with pytest.raises(QtoolError, match=r"'mamba' is not supported.*llama, mistral, qwen2, qwen3"):
         structure_of({"model_type": "mamba"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 4  # UTF-8 bytes, hence tokens: what is no character by then never becomes one
+LONGEST_CHARACTER = 4  # UTF-8 bytes, hence tokens: what is no character by then is let go, but for a last half
 CONTEXT = 6  # tokens decoded again before the new ones, so that spaces and joined characters come out right
 
 
@@ -38,6 +38,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._window = list(prompt[-CONTEXT:])
         self._settled = len(self._window)  # tokens of the window whose text is out
+        self._half = 0  # characters at its end that are not: 1 where a half was held back when the rest went
         self._text = ""
         self._shown = 0
         self.stop_reason: str | None = None
@@ -56,12 +57,14 @@ class Detokenizer:
         self._window.append(token_id)
         known = self._decode(self._window[: self._settled])
         whole = self._decode(self._window)
+        out = len(known) - self._half
         waiting = len(self._window) - self._settled
-        if len(whole) > len(known) and whole.endswith(REPLACEMENT) and waiting < LONGEST_CHARACTER:
+        if len(whole) > out and whole.endswith(REPLACEMENT) and waiting < LONGEST_CHARACTER:
             return False
+        self._half = int(len(whole) > len(known) and whole.endswith(REPLACEMENT))
         self._window = self._window[max(0, min(self._settled, len(self._window) - CONTEXT)) :]
         self._settled = len(self._window)
-        return self._add(whole[len(known) :], check_stop)
+        return self._add(whole[out : len(whole) - self._half], check_stop)
 
     def _add(self, new: str, check_stop: bool) -> bool:
         before = len(self._text)
@@ -92,7 +95,7 @@ class Detokenizer:
     def finish(self, *, check_stop: bool = True) -> str:
         """The whole text, once no more tokens come: what was held back is text after all, up to a stop string in it."""
         if self.stop_reason is None:
-            known = self._decode(self._window[: self._settled])
-            self._add(self._decode(self._window)[len(known) :], check_stop)
+            out = len(self._decode(self._window[: self._settled])) - self._half
+            self._add(self._decode(self._window)[out:], check_stop)
         self._shown = len(self._text)
         return self._text

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qtool.runtime.detokenizer import Detokenizer
@@ -76,6 +76,39 @@ def test_what_is_no_character_does_not_hold_up_the_rest() -> None:
         detokenizer.append(token)
     assert detokenizer.text.startswith("\ufffda")
     assert detokenizer.finish() == "\ufffda" + 5 * "\ufffd"
+
+
+class Pieces(Bytes):
+    """A token is a piece of some bytes, wherever they were cut."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        return super().decode([byte for t in token_ids for byte in self._pieces[t]])
+
+
+PIECES = st.lists(st.one_of(st.binary(min_size=1, max_size=3), st.sampled_from([b"\xcb", b"\xa6", b"\xf0\x9f"])))
+
+
+@given(PIECES)
+@example([b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd\xe4", b"\xbd\xa0\xe5", b"\xa5\xbd"])  # no token ends a character
+@example([b"\xfe", b"\xfe", b"\xfe", b"\xcb", b"\xa6"])  # a character after three bytes that are none
+def test_tokens_cut_anywhere_give_the_text_of_their_bytes(pieces: list[bytes]) -> None:
+    detokenizer = Detokenizer(Pieces(pieces), [])
+    shown = ""
+    for token in range(len(pieces)):
+        detokenizer.append(token)
+        assert detokenizer.text.startswith(shown)
+        shown = detokenizer.text
+    whole = b"".join(pieces).decode("utf-8", errors="replace")
+    assert whole.startswith(shown)
+    assert detokenizer.finish() == whole
 
 
 @pytest.mark.parametrize("text", ["one two</s>", "x</", "</s>"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
-from qtool.quant.formats import QuantReader, open_reader
+from qtool.quant.formats import DAMAGE, QuantReader, open_reader
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.structure import linear_shapes
 
@@ -22,8 +21,6 @@ FACTOR = 3.0  # a layer stands out at so many times what is usual for its scheme
 LEAST = 0.05  # and so much above it
 TRANSFORMED = 0.5  # from this median on, weights were scaled or rotated before they were quantized
 FEW = 4  # schemes of fewer layers are judged by the median of all
-
-DAMAGE = (QtoolError, OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def layer_distances(base: Path, candidate: Path, *, progress: ProgressFn = silen
                     (_, weight), (scheme, other) = pair[0], pair[1]
                     found[name] = LayerDistance(scheme, ((other - weight).norm() / weight.norm()).item())
                 progress("weights", number, len(shapes))
-    except DAMAGE:  # a decoration of the report must not end the run
+    except (QtoolError, OSError, *DAMAGE):  # a decoration of the report must not end the run
         return {}
     return found
 

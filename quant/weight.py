@@ -11,6 +11,12 @@ from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import QuantScheme
 
 
+def check_zero_shape(zero: Tensor, scale: tuple[int, ...], layer: str) -> None:
+    """Raise QtoolError naming `layer` where zero points are not as many as scales."""
+    if zero.shape != scale:
+        raise QtoolError(f"layer {layer}: zero points have shape {tuple(zero.shape)}, expected {scale}")
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A [N, K] weight as unsigned codes with one scale (and zero point) per row and group of columns.
@@ -57,10 +63,8 @@ class QuantizedWeight:
             raise QtoolError(f"layer {layer}: scales have shape {tuple(self.scale.shape)}, expected ({rows}, {want})")
         if (self.zero is None) != self.scheme.symmetric:
             raise QtoolError(f"layer {layer}: zero points do not agree with the scheme {self.scheme.name}")
-        if self.zero is not None and self.zero.shape != self.scale.shape:
-            raise QtoolError(
-                f"layer {layer}: zero points have shape {tuple(self.zero.shape)}, expected {tuple(self.scale.shape)}"
-            )
+        if self.zero is not None:
+            check_zero_shape(self.zero, tuple(self.scale.shape), layer)
         if not bool(torch.isfinite(self.scale.float()).all()):
             raise QtoolError(f"layer {layer}: a scale is NaN or infinite")
         if self.g_idx is not None and self.g_idx.shape != (cols,):

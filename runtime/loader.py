@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +30,6 @@ KV_DTYPES = ("auto", "int8", "float")
 HEAD_DTYPES = ("auto", "int8")
 HEAD_SCHEME = QuantScheme(8)
 _ROUND_ROWS = 8192  # of a head at a time, so that its numbers in float32 take little memory
-
-DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
 
 
 def resolve_dtype(dtype: str, stored: str | None, device: torch.device, *, quantized: bool) -> torch.dtype:
@@ -120,10 +117,6 @@ def _bfloat16_is_fast() -> bool:
     return best(torch.bfloat16) <= best(torch.float32)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 class _Source:
     """The checkpoint's tensors, with a record of which were taken."""
 
@@ -148,18 +141,9 @@ class _Source:
 
     def _quantized(self, name: str) -> QuantizedWeight | None:
         """The packed weight of a projection; None where it is stored in 16 bits. Raises QtoolError where damaged."""
-        if self.reader is None:
+        if self.reader is None or self.reader.scheme(name) is None:
             return None
-        try:
-            return None if self.reader.scheme(name) is None else self.reader.read(name)
-        except QtoolError as error:
-            if name in str(error):
-                raise
-            raise QtoolError(f"{self.checkpoint.folder}: layer {name}: {error}") from None
-        except DAMAGE as error:  # tensors of the wrong rank or size fail somewhere in torch
-            raise QtoolError(
-                f"{self.checkpoint.folder}: quantized layer {name} is damaged ({_first_line(error)}); fetch it again"
-            ) from None
+        return self.reader.read(name)
 
     def linear(self, names: Sequence[str], rows: Sequence[int], cols: int, *, bias: bool) -> LinearFn:
         """The projections `names` [rows[i], cols], which read the same input, as one linear."""
@@ -248,12 +232,7 @@ def load_model(
     with Checkpoint(folder) as checkpoint:
         raw = checkpoint.config
         config = decoder_config(raw)
-        try:
-            reader = open_reader(checkpoint)
-        except DAMAGE as error:
-            raise QtoolError(
-                f"{checkpoint.folder}: the quantization_config of config.json is damaged ({_first_line(error)})"
-            ) from None
+        reader = open_reader(checkpoint)
         stored = raw.get("dtype") or raw.get("torch_dtype")
         kv_mode = resolve_kv_cache(kv_cache_dtype, checkpoint)
         kind = resolve_dtype(dtype, stored, device, quantized=reader is not None)

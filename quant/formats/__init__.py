@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -17,6 +20,9 @@ from qtool.quant.weight import QuantizedWeight
 
 FormatName = Literal["compressed-tensors", "gptq", "awq"]
 
+DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, re.error)
+"""What reading raises somewhere in torch where a part has a rank, size or type that its format does not know."""
+
 
 class QuantReader(Protocol):
     """Reads the quantized linears of one checkpoint."""
@@ -26,10 +32,46 @@ class QuantReader(Protocol):
         """compressed-tensors, gptq or awq."""
 
     def scheme(self, layer: str) -> QuantScheme | None:
-        """How the layer is stored; None: in 16 bits."""
+        """How the layer is stored; None: in 16 bits. Raises QtoolError where that cannot be told."""
 
     def read(self, layer: str) -> QuantizedWeight:
         """The layer's weight. Raises QtoolError where a tensor is missing or its parts do not fit together."""
+
+
+@dataclass(frozen=True)
+class _NamingReader:
+    """A format's reader; whatever is wrong with a layer is one line that names it."""
+
+    reader: QuantReader
+    folder: Path
+
+    @property
+    def format(self) -> str:
+        return self.reader.format
+
+    def scheme(self, layer: str) -> QuantScheme | None:
+        with self._said_of(layer):
+            return self.reader.scheme(layer)
+
+    def read(self, layer: str) -> QuantizedWeight:
+        with self._said_of(layer):
+            return self.reader.read(layer)
+
+    @contextmanager
+    def _said_of(self, layer: str) -> Iterator[None]:
+        try:
+            yield
+        except QtoolError as error:
+            if layer in str(error):
+                raise
+            raise QtoolError(f"{self.folder}: layer {layer}: {error}") from None
+        except DAMAGE as error:
+            what = _first_line(error)
+            raise QtoolError(f"{self.folder}: quantized layer {layer} is damaged ({what}); fetch it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +133,15 @@ def open_reader(checkpoint: Checkpoint) -> QuantReader | None:
     config = read_quantization_config(checkpoint)
     if config is None:
         return None
+    try:
+        return _NamingReader(_reader(checkpoint, config), checkpoint.folder)
+    except DAMAGE as error:
+        raise QtoolError(
+            f"{checkpoint.folder}: the quantization_config of config.json is damaged ({_first_line(error)})"
+        ) from None
+
+
+def _reader(checkpoint: Checkpoint, config: Mapping[str, Any]) -> QuantReader:
     match config.get("quant_method"):
         case compressed_tensors.NAME:
             return compressed_tensors.CompressedTensorsReader.open(checkpoint, config)

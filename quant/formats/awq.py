@@ -15,7 +15,7 @@ from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats.packing import pack, unpack
 from qtool.quant.scheme import QuantPlan, QuantScheme
-from qtool.quant.weight import QuantizedWeight
+from qtool.quant.weight import QuantizedWeight, check_zero_shape
 
 NAME = "awq"
 BITS = 4
@@ -53,6 +53,7 @@ class AWQReader:
     def _scheme_and_zero(self, layer: str) -> tuple[QuantScheme, Tensor | None]:
         words = self.checkpoint.tensor(f"{layer}.qzeros")
         zero = _reorder(unpack(words, BITS, words.shape[1] * 8), _INVERSE).T.contiguous()
+        check_zero_shape(zero, self.checkpoint.shape(f"{layer}.scales")[::-1], layer)  # too few might all be midpoints
         symmetric = bool((zero == 1 << (BITS - 1)).all())
         return QuantScheme(BITS, self.group_size, symmetric), None if symmetric else zero
 

@@ -19,7 +19,7 @@ from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
 from qtool.quant.formats.packing import pack, unpack
 from qtool.quant.scheme import QuantPlan, QuantScheme
-from qtool.quant.weight import QuantizedWeight
+from qtool.quant.weight import QuantizedWeight, check_zero_shape
 
 NAME = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -64,6 +64,7 @@ class GPTQReader:
     def _scheme_and_zero(self, layer: str) -> tuple[QuantScheme, Tensor | None]:
         bits, group_size = self._bits_and_group(layer)
         zero = self._zero(layer, bits, self.checkpoint.shape(f"{layer}.qweight")[1])
+        check_zero_shape(zero, self.checkpoint.shape(f"{layer}.scales")[::-1], layer)  # too few might all be midpoints
         # `sym` of the config is a wish of its writer: what is stored decides
         symmetric = bool((zero == 1 << (bits - 1)).all())
         return QuantScheme(bits, group_size, symmetric), None if symmetric else zero

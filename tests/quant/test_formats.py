@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qtool.quant.checkpoint import Checkpoint
 from qtool.quant.errors import QtoolError
@@ -88,6 +88,22 @@ def test_round_trip_is_bit_exact(tmp_path: Path, form: str, plan: QuantPlan) -> 
                 assert torch.equal(back.scale, sent.scale)
                 assert torch.equal(back.dequantize(), sent.dequantize())
         assert reader.scheme("lm_head") is None
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq"])
+def test_a_part_of_another_rank_or_size_is_one_line_that_names_the_layer(tmp_path: Path, form: str) -> None:
+    plan = QuantPlan(dict.fromkeys(LAYERS, QuantScheme(4, 32, False)))
+    layer, damage = LAYERS[0], {"scalar": lambda t: t.reshape(-1)[0].clone(), "empty": lambda t: t[:0].clone()}
+    write(tmp_path, form, plan, weights(plan))
+    whole = load_file(tmp_path / "model.safetensors")
+    for name in (n for n in whole if n.startswith(f"{layer}.")):
+        for change in damage.values():
+            save_file({**whole, name: change(whole[name])}, tmp_path / "model.safetensors")
+            with Checkpoint(tmp_path) as checkpoint:
+                reader = open_reader(checkpoint)
+                assert reader is not None
+                with pytest.raises(QtoolError, match=re.escape(layer)):
+                    reader.read(layer)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

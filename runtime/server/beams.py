@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.beam_search import BeamSearch, BeamSearchParams, joined
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
-
-if TYPE_CHECKING:
-    from qtool.runtime.server.engine_client import EngineClient
+from qtool.runtime.server.engine_client import REQUEST_FAILED, EngineClient
+from qtool.runtime.server.errors import ApiError
 
 # What a search has no use for; beams are ranked by the model's own distribution, whatever the temperature.
 NOT_SEARCHED = (
@@ -57,7 +55,9 @@ class Searching:
         self.ids: list[str] = []
 
     async def run(self) -> list[tuple[RequestOutput, RequestOutput]]:
-        """The first and the last step's output of each search. Raises QtoolError and EngineDeadError as `submit`."""
+        """The first and the last step's output of each search. Raises QtoolError and EngineDeadError as `submit`,
+        and ApiError where the engine fails on a beam.
+        """
         ends: dict[int, tuple[RequestOutput, RequestOutput]] = {}
         step = 0
         while going := [i for i, search in enumerate(self._searches) if not search.done]:
@@ -72,9 +72,8 @@ class Searching:
                 found[place] = output
             for i in going:
                 own_outputs = [found[place] for place, (j, _) in enumerate(work) if i == j]
-                failed = [o for o in own_outputs if o.outputs[0].finish_reason not in ("stop", "length")]
-                if failed:
-                    raise RuntimeError(f"the engine failed on a beam: {failed[0].outputs[0].stop_reason}")
+                if any(o.outputs[0].finish_reason not in ("stop", "length") for o in own_outputs):
+                    raise ApiError(500, REQUEST_FAILED)
                 self._searches[i].advance([o.outputs[0].logprobs[0] for o in own_outputs if o.outputs[0].logprobs])
                 ends[i] = (ends[i][0] if i in ends else own_outputs[0], own_outputs[-1])
             step += 1

@@ -16,6 +16,7 @@ from qtool.runtime.engine.params import RequestOutput, SamplingParams, Structure
 logger = logging.getLogger(__name__)
 END_PATIENCE_S = 5.0  # for the step that runs when the server stops
 LONGEST_TICK_S = 1.0  # between two looks at an engine
+REQUEST_FAILED = "the engine failed on this request; the server's log has the details"
 
 
 class EngineDeadError(Exception):

@@ -23,7 +23,7 @@ from qtool.runtime.beam_search import BeamSearch
 from qtool.runtime.engine.params import RequestOutput, SamplingParams
 from qtool.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, usage_of
 from qtool.runtime.server.beams import Searching, beam_params
-from qtool.runtime.server.engine_client import EngineClient, EngineDeadError, OutputStream
+from qtool.runtime.server.engine_client import REQUEST_FAILED, EngineClient, EngineDeadError, OutputStream
 from qtool.runtime.server.errors import ApiError, error_body
 from qtool.runtime.server.schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, SamplingRequest
 from qtool.runtime.server.token_text import TokenText
@@ -328,7 +328,7 @@ async def _refuse_failed(
                 field, _ = body.form() or (None, None)
                 raise ApiError(400, str(choice.stop_reason), param=field, code="form_too_complex")
         if any(choice.finish_reason not in (None, "stop", "length") for choice in output.outputs):
-            raise EngineDeadError("the engine failed on this request; the server's log has the details")
+            raise EngineDeadError(REQUEST_FAILED)
         if hide_output:
             nothing = tuple(
                 replace(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from qtool.runtime.beam_search import BeamSearchParams
 from qtool.runtime.llm import LLM
@@ -48,6 +52,24 @@ def test_outputs_are_those_of_the_offline_search(url: str, tiny_model: Any) -> N
     assert len(other.choices) == 4
     health = httpx.get(url.removesuffix("/v1") + "/health")
     assert health.status_code == 200
+
+
+def test_a_beam_on_which_the_engine_fails_ends_its_own_search_as_any_request(
+    tiny_model: Any, serve: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = LLMEngine(folder, device="cpu", dtype="float32", max_num_seqs=8, kv_cache_memory=1 << 22)
+    with serve(engine) as address:
+        for searching in (True, False):
+            body = {"prompt": [5, 7], "max_tokens": 2, "n": 2, "use_beam_search": searching}
+            answer = httpx.post(f"{address}/v1/completions", json=body)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"].startswith("the engine failed on this request")
+        whole = {"prompt": [5, 6], "max_tokens": 1, "n": 2, "use_beam_search": True}
+        assert httpx.post(f"{address}/v1/completions", json=whole).status_code == 200
 
 
 def test_a_search_that_cannot_fit_is_refused(url: str) -> None:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, num_sms, tensor_map
-from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, TILE_ROWS, PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, num_sms
+from qtool.runtime.kernels.cuda.layout import TILE_ROWS, PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.maps import STEP_COLUMNS, product_maps
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
 _MOST_STAGES = 8
-_STEP_COLUMNS = 128
 _TOKENS = (16, 32, 64, 96, 128, 192, 256)
 _WIDEST = {2: 256, 3: 192, 4: 64}  # tokens whose sums fit the registers, by warpgroups
 # Measured on an H200. Clusters that it holds at once, by their blocks (its processing clusters differ in size);
@@ -69,9 +69,9 @@ class Gemm16Config:
 
     def _stage_bytes(self, spec: LinearSpec) -> int:
         group = kernel_group(spec.scheme)
-        pairs = self.rows // 2 * (_STEP_COLUMNS // group) if group else 0
+        pairs = self.rows // 2 * (STEP_COLUMNS // group) if group else 0
         zeros = 0 if spec.scheme.symmetric else _round(pairs * 2)
-        return _STEP_COLUMNS * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _round(pairs * 4) + zeros
+        return STEP_COLUMNS * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _round(pairs * 4) + zeros
 
     def stages(self, spec: LinearSpec) -> int:
         """Steps in shared memory (STAGES)."""
@@ -111,7 +111,7 @@ def blocks_and_rounds(tiles: int, config: Gemm16Config, num_sms: int) -> tuple[i
 
 def microseconds(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: int) -> float:
     """About what the product takes: the steps of a block by what a step takes, and beginnings and ends of tiles."""
-    tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
+    tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // STEP_COLUMNS)
     step_us = config.warpgroups * _STEP_US[config.tokens]
     if config.split <= 1:
         blocks, rounds = blocks_and_rounds(tiles, config, num_sms)
@@ -153,21 +153,6 @@ def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config:
     return load_kernel(device, "gemm16.cu", "gemm16", chosen, shared_limit=config.shared_bytes(spec))
 
 
-def _maps(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config) -> bytes:
-    """The kernel's descriptions of activations, codes, scales and zero points (Maps); unused ones are zeros."""
-    columns, box_tiles = packed.chunks * CHUNK_COLS, config.rows // TILE_ROWS
-    acts = tensor_map(x.data_ptr(), len(x), columns, config.tokens, CHUNK_COLS, 2, swizzle=True)
-    words = 32 * spec.scheme.bits  # of 16 rows of half a step
-    codes = tensor_map(packed.codes.data_ptr(), packed.tiles, packed.chunks * words, box_tiles, words, 4)
-    scales = zeros = bytes(len(codes))
-    if group := kernel_group(spec.scheme):
-        pairs, box_pairs = columns // group * 8, 8 * (_STEP_COLUMNS // group)
-        scales = tensor_map(packed.scales.data_ptr(), packed.tiles, pairs, box_tiles, box_pairs, 4)
-        if not spec.scheme.symmetric:
-            zeros = tensor_map(packed.zeros.data_ptr(), packed.tiles, pairs, box_tiles, box_pairs, 2)
-    return acts + codes + scales + zeros
-
-
 def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config, out: Tensor) -> None:
     """out [M, N] = x [M, K'] @ weight.T.
 
@@ -184,10 +169,13 @@ def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Co
         turn = next(_turns)
         room = torch.empty(blocks * config.rows * config.tokens, dtype=torch.float32, device=x.device)
     sizes = (len(x), spec.rows, packed.chunks, rounds, turn)
+    half_step = 32 * spec.scheme.bits  # words of 16 rows
+    box = config.rows // TILE_ROWS
+    maps = product_maps(x, packed, spec, tokens=config.tokens, tiles=box, code_words=half_step)
     kernel(x.device, packed, spec, config).launch(
         (max(1, config.split), blocks, 1),
         config.threads,
-        (packed.scales, packed.zeros, out, room, *sizes, _maps(x, packed, spec, config)),
+        (packed.scales, packed.zeros, out, room, *sizes, maps),
         shared_bytes=config.shared_bytes(spec),
         cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, tensor_map
+from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, TILE_ROWS, PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.maps import STEP_COLUMNS, product_maps
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.cuda.skinny import token_tiles, weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 16
-_STEP_COLUMNS = 128
 _CODE_WORDS = 256  # 32-bit, of a tile in one copy
 _GATED_TOKENS = 8  # as in skinny.gates
 # Of an SM:
@@ -51,7 +51,7 @@ class StreamConfig:
     def shared_bytes(self, spec: LinearSpec, tokens: int, *, gated: bool = False) -> int:
         """Dynamic shared memory of a block: the rings and a barrier a slot; room enough for the sums that follow."""
         group, parts = kernel_group(spec.scheme), 2 if gated else 1
-        pairs = self.tiles * 8 * (_STEP_COLUMNS // group) if group else 0
+        pairs = self.tiles * 8 * (STEP_COLUMNS // group) if group else 0
 
         def room(size: int) -> int:
             return parts * _round(size // parts, 128)
@@ -78,7 +78,7 @@ _CUTS = {
 
 def fits(spec: LinearSpec, tokens: int, config: StreamConfig) -> bool:
     """Whether an SM holds such a block, and the layer has steps enough for all its rings."""
-    enough = config.warps * config.prefetch <= -(-spec.cols // _STEP_COLUMNS)
+    enough = config.warps * config.prefetch <= -(-spec.cols // STEP_COLUMNS)
     return tokens <= MAX_TOKENS and enough and config.resident(spec, tokens) > 0
 
 
@@ -124,21 +124,6 @@ def kernel(
     return load_kernel(device, "stream.cu", "stream", chosen, shared_limit=limit)
 
 
-def _maps(x: Tensor, packed: PackedWeight, spec: LinearSpec, box_tiles: int) -> bytes:
-    """The kernel's descriptions of activations, codes, scales and zero points (Maps); unused ones are zeros."""
-    columns = packed.chunks * CHUNK_COLS
-    acts = tensor_map(x.data_ptr(), len(x), columns, len(x), CHUNK_COLS, 2, swizzle=True)
-    words = packed.chunks * 32 * spec.scheme.bits
-    codes = tensor_map(packed.codes.data_ptr(), packed.tiles, words, box_tiles, _CODE_WORDS, 4)
-    scales = zeros = bytes(len(codes))
-    if group := kernel_group(spec.scheme):
-        pairs, box_pairs = columns // group * 8, 8 * (_STEP_COLUMNS // group)
-        scales = tensor_map(packed.scales.data_ptr(), packed.tiles, pairs, box_tiles, box_pairs, 4)
-        if not spec.scheme.symmetric:
-            zeros = tensor_map(packed.zeros.data_ptr(), packed.tiles, pairs, box_tiles, box_pairs, 2)
-    return acts + codes + scales + zeros
-
-
 def multiply(
     x: Tensor, packed: PackedWeight, spec: LinearSpec, config: StreamConfig, out: Tensor, *, gated: bool = False
 ) -> None:
@@ -152,8 +137,9 @@ def multiply(
     """
     if gated:
         config = config.paired
-    tokens, steps = len(x), -(-packed.chunks * CHUNK_COLS // _STEP_COLUMNS)
-    maps = _maps(x, packed, spec, config.tiles // 2 if gated else config.tiles)
+    tokens, steps = len(x), -(-packed.chunks * CHUNK_COLS // STEP_COLUMNS)
+    tiles = config.tiles // 2 if gated else config.tiles
+    maps = product_maps(x, packed, spec, tokens=tokens, tiles=tiles, code_words=_CODE_WORDS)
     kernel(x.device, packed, spec, tokens, config, gated=gated).launch(
         (-(-packed.tiles // config.tiles), 1, 1),
         config.warps * 32,

@@ -1,0 +1,36 @@
+"""What the tensor copy engine has to know of one product: the descriptions that stream.cu and gemm16.cu take (Maps)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qtool.runtime.kernels.cuda.driver import tensor_map
+from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, kernel_group
+from qtool.runtime.kernels.interface import LinearSpec
+
+STEP_COLUMNS = 128  # that a block or warp multiplies at a time
+
+
+def product_maps(
+    x: Tensor, packed: PackedWeight, spec: LinearSpec, *, tokens: int, tiles: int, code_words: int
+) -> bytes:
+    """Descriptions of activations, codes, scales and zero points, one after another; unused ones are zeros.
+
+    Args:
+        x: [M, 64 packed.chunks], 16-byte aligned.
+        packed: a weight for 16-bit activations.
+        spec: its linear.
+        tokens, tiles: that one copy brings, with 64 columns of activations, `code_words` 32-bit words of each tile's
+            codes, or a step's scales and zero points.
+    """
+    columns = packed.chunks * CHUNK_COLS
+    acts = tensor_map(x.data_ptr(), len(x), columns, tokens, CHUNK_COLS, 2, swizzle=True)
+    words = packed.chunks * 32 * spec.scheme.bits
+    codes = tensor_map(packed.codes.data_ptr(), packed.tiles, words, tiles, code_words, 4)
+    scales = zeros = bytes(len(codes))
+    if group := kernel_group(spec.scheme):
+        pairs, step_pairs = columns // group * 8, STEP_COLUMNS // group * 8
+        scales = tensor_map(packed.scales.data_ptr(), packed.tiles, pairs, tiles, step_pairs, 4)
+        if not spec.scheme.symmetric:
+            zeros = tensor_map(packed.zeros.data_ptr(), packed.tiles, pairs, tiles, step_pairs, 2)
+    return acts + codes + scales + zeros

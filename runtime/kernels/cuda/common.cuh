@@ -119,7 +119,7 @@ DEVICE float small_int_to_float(int i) { return __int_as_float(i + 0x4b400000) -
 // A code is set into the low mantissa bits of a power of two, and that power plus the zero point subtracted
 // (the fast conversion of Kim et al. 2022, arXiv 2211.10017).
 
-// The zero point of one row in the form that `codes_to_acts` subtracts.
+// The zero point of one row in the form that `pairs_to_acts` and `bytes_to_acts` subtract.
 struct ZeroPoint { u32 low, high; };
 
 DEVICE ZeroPoint zero_point(u32 z) {
@@ -152,22 +152,6 @@ DEVICE void pairs_to_acts(u32 q0, u32 q1, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4
   a[1] = bf16_fma2(mask_or(q0 >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
   a[2] = bf16_fma2(mask_or(q1, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
   a[3] = bf16_fma2(mask_or(q1 >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
-#endif
-}
-// Two columns each of rows g and g + 8 in two halves of the word's nibbles: the A fragment of m16n8k16, rows g (a0, a2) and
-// g + 8 (a1, a3).
-DEVICE void codes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4]) {
-#if !BF16
-  const u32 q8 = q >> 8;
-  a[0] = half_sub2(mask_or(q, 0x000f000fu, 0x64006400u), z0.low);
-  a[1] = half_fma2(mask_or(q, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);   // (1024 + 16 q) / 16 - 64 - z
-  a[2] = half_sub2(mask_or(q8, 0x000f000fu, 0x64006400u), z0.low);
-  a[3] = half_fma2(mask_or(q8, 0x00f000f0u, 0x64006400u), 0x2c002c00u, z1.high);
-#else
-  a[0] = bf16_fma2(mask_or(q, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
-  a[1] = bf16_fma2(mask_or(q >> 4, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
-  a[2] = bf16_fma2(mask_or(q >> 8, 0x000f000fu, 0x43004300u), 0x3f803f80u, z0.low);
-  a[3] = bf16_fma2(mask_or(q >> 12, 0x000f000fu, 0x43004300u), 0x3f803f80u, z1.low);
 #endif
 }
 #else

@@ -101,7 +101,7 @@ def _fragments(codes: Tensor, bits: int, act_bits: int) -> Tensor:
     u = codes.view(tiles, 2, 8, chunks, 2, 4, 8)  # tile, row half, g, chunk, h, t, j
     if act_bits == 16:
         v = u.view(tiles, 2, 8, chunks, 2, 4, 4, 2)  # ..., t, v = j >> 1, e = j & 1
-        if bits == 4:  # word v, nibble row half + 2 h + 4 e: see codes_to_acts in common.cuh
+        if bits == 4:  # word v, nibble row half + 2 h + 4 e: see pairs_to_acts in common.cuh
             lanes = (v[:, 0] | (v[:, 1] << 4)).permute(0, 2, 1, 4, 5, 6, 3)  # tile, chunk, g, t, v, e, h
         else:  # load h, word v, byte 2 row half + e
             lanes = v.permute(0, 3, 4, 2, 5, 6, 1, 7)  # tile, chunk, h, g, t, v, row half, e

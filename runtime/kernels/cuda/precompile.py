@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -19,25 +20,53 @@ from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
-from qtool.runtime.kernels.interface import QuantLinear
+from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
+
+Job = tuple[str, tuple[tuple[str, int], ...]]
+"""A kernel to compile: its source file, and its macros in order."""
 
 
-def _kernel(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> tuple[str, Macros] | None:
-    """Source file and macros of the kernel for `tokens` activations; None where it is none of ours."""
-    spec, packed = linear.spec, PackedWeight(*linear.packed)
+def job_of(
+    spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, choice: Choice, *, gated: bool = False
+) -> Job | None:
+    """The kernel by which `choice` multiplies `tokens` activations; None where it is none of ours.
+
+    `gated`: with silu(gate) * up at its end, where it can.
+    """
+    file: str
+    macros: Macros
     if isinstance(choice, SkinnyConfig):
-        gated = gated and linear.bias is None and skinny.gates(spec, tokens, choice)
-        return "skinny", skinny.macros(spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
-    if isinstance(choice, StreamConfig):
-        gated = gated and linear.bias is None and stream.gates(spec, tokens, choice)
-        return "stream", stream.macros(spec, packed.scales.dtype, tokens, choice, gated=gated)
-    if isinstance(choice, WideConfig) and wide.supports(packed, spec):
-        return "wide", wide.macros(spec, packed.scales.dtype, choice)
-    if isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
-        return "gemm", gemm.macros(spec, packed.scales.dtype, choice)
-    if isinstance(choice, Gemm16Config):
-        return "gemm16", gemm16.macros(spec, packed.scales.dtype, choice)
-    return None
+        gated = gated and skinny.gates(spec, tokens, choice)
+        file, macros = "skinny.cu", skinny.macros(spec, scale_dtype, chunks, tokens, choice, gated=gated)
+    elif isinstance(choice, StreamConfig):
+        gated = gated and stream.gates(spec, tokens, choice)
+        file, macros = "stream.cu", stream.macros(spec, scale_dtype, tokens, choice, gated=gated)
+    elif isinstance(choice, WideConfig):
+        file, macros = "wide.cu", wide.macros(spec, scale_dtype, choice)
+    elif isinstance(choice, GemmConfig):
+        file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice)
+    elif isinstance(choice, Gemm16Config):
+        file, macros = "gemm16.cu", gemm16.macros(spec, scale_dtype, choice)
+    else:
+        return None
+    return file, tuple(sorted(macros.items()))
+
+
+def compile_job(arch: str, job: Job) -> None:
+    """Bring its machine code into the cache on disk. Raises QtoolError where it does not compile."""
+    file, macros = job
+    compile_cuda(source(file), arch, dict(macros), name=file.removesuffix(".cu"))
+
+
+def _job(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> Job | None:
+    """job_of a linear; None, too, where the kernel cannot multiply by it."""
+    spec, packed = linear.spec, PackedWeight(*linear.packed)
+    if isinstance(choice, WideConfig) and not wide.supports(packed, spec):
+        return None
+    if isinstance(choice, GemmConfig) and not gemm.supports(packed, spec):
+        return None
+    gated = gated and linear.bias is None
+    return job_of(spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
 
 
 def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
@@ -59,11 +88,12 @@ def precompile(linears: Iterable[object], gated: Container[int], device: torch.d
         QtoolError: a kernel does not compile.
     """
     arch = arch_of(torch.cuda.current_device() if device.index is None else device.index)
-    jobs: dict[tuple[str, tuple[tuple[str, int], ...]], None] = {}
-    for linear in linears:
-        if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
-            for tokens, choice in _choices(linear, device):
-                if (found := _kernel(linear, tokens, choice, id(linear) in gated)) is not None:
-                    jobs[found[0], tuple(sorted(found[1].items()))] = None
+    found = (
+        _job(linear, tokens, choice, id(linear) in gated)
+        for linear in linears
+        if isinstance(linear, QuantLinear) and linear.kernel.name == NAME
+        for tokens, choice in _choices(linear, device)
+    )
+    jobs = dict.fromkeys(job for job in found if job is not None)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock
-        list(pool.map(lambda job: compile_cuda(source(f"{job[0]}.cu"), arch, dict(job[1]), name=job[0]), jobs))
+        list(pool.map(partial(compile_job, arch), jobs))

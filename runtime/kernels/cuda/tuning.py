@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, stream, wide
 from qtool.runtime.kernels.cuda.choice import Choice, key
-from qtool.runtime.kernels.cuda.driver import arch_of, source
+from qtool.runtime.kernels.cuda.driver import arch_of
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
 from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
-from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
+from qtool.runtime.kernels.cuda.precompile import compile_job, job_of
 from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
@@ -148,11 +149,6 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
     return found
 
 
-def _compile(job: tuple[str, str, Macros]) -> None:
-    file, arch, macros = job
-    compile_cuda(source(file), arch, macros, name=file.removesuffix(".cu"))
-
-
 def precompile(
     jobs: Iterable[tuple[LinearSpec, int, Choice]], device: torch.device, progress: ProgressFn = silent
 ) -> None:
@@ -162,22 +158,10 @@ def precompile(
         QtoolError: a kernel does not compile.
     """
     arch = arch_of(torch.cuda.current_device() if device.index is None else device.index)
-    unique: dict[tuple[str, tuple[tuple[str, int], ...]], None] = {}
-    for spec, tokens, choice in jobs:
-        chunks = -(-spec.cols // 64)
-        if isinstance(choice, SkinnyConfig):
-            macros = skinny.macros(spec, torch.float16, chunks, tokens, choice)
-            unique["skinny.cu", tuple(sorted(macros.items()))] = None
-        elif isinstance(choice, StreamConfig):
-            unique["stream.cu", tuple(sorted(stream.macros(spec, torch.float16, tokens, choice).items()))] = None
-        elif isinstance(choice, WideConfig):
-            unique["wide.cu", tuple(sorted(wide.macros(spec, torch.float16, choice).items()))] = None
-        elif isinstance(choice, GemmConfig):
-            unique["gemm.cu", tuple(sorted(gemm.macros(spec, torch.float16, choice).items()))] = None
-        elif isinstance(choice, Gemm16Config):
-            unique["gemm16.cu", tuple(sorted(gemm16.macros(spec, torch.float16, choice).items()))] = None
+    found = (job_of(spec, torch.float16, -(-spec.cols // 64), tokens, choice) for spec, tokens, choice in jobs)
+    unique = dict.fromkeys(job for job in found if job is not None)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = pool.map(_compile, [(file, arch, dict(macros)) for file, macros in unique], chunksize=4)
+        work = pool.map(partial(compile_job, arch), unique, chunksize=4)
         for done, _ in enumerate(work):
             progress("compile kernels", done + 1, len(unique))
 

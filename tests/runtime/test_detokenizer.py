@@ -23,7 +23,10 @@ class Bytes:
         skip_special_tokens: bool = True,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        return bytes(t for t in token_ids if t != SPECIAL).decode("utf-8", errors="replace")
+        return b"".join(map(self.spell, token_ids)).decode("utf-8", errors="replace")
+
+    def spell(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id != SPECIAL else b""
 
 
 def stream(text: str, stop: Sequence[str] = (), prompt: str = "prompt: ") -> tuple[list[str], Detokenizer]:
@@ -84,13 +87,8 @@ class Pieces(Bytes):
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        skip_special_tokens: bool = True,
-        clean_up_tokenization_spaces: bool | None = None,
-    ) -> str:
-        return super().decode([byte for t in token_ids for byte in self._pieces[t]])
+    def spell(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
 
 
 PIECES = st.lists(st.one_of(st.binary(min_size=1, max_size=3), st.sampled_from([b"\xcb", b"\xa6", b"\xf0\x9f"])))

@@ -44,6 +44,15 @@ def hopper() -> bool:
     return torch.cuda.get_device_capability() == (9, 0)
 
 
+@pytest.fixture
+def needs_hopper() -> None:
+    if not hopper():
+        pytest.skip("warpgroup tensor cores and the tensor copy engine are Hopper's")
+
+
+on_hopper = pytest.mark.usefixtures("needs_hopper")
+
+
 def make_weight(
     rows: int, cols: int, scheme: QuantScheme, scale_dtype: torch.dtype = torch.float16, act_order: bool = False
 ) -> QuantizedWeight:
@@ -131,11 +140,10 @@ def test_dequantized_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -
         run(weight, 65, dtype, None)
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.symmetric and s.act_bits], ids=lambda s: s.name)
 def test_wide_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
     weight = make_weight(208, 1152, scheme)
     for tokens in (1, 33, 64, 150):
         run(weight, tokens, dtype, WideConfig(64, 2, split=3))
@@ -166,33 +174,44 @@ def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
                 run(weight, tokens, torch.float16, cut)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
-def test_stream_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
-    """Cuts with few tiles, and with so many that sums are of codes as they are set in."""
-    if not hopper():
-        pytest.skip("the tensor copy engine is Hopper's")
-    for rows, cols in [(208, 1152), (520, 640), (37, 128)]:
-        weight = make_weight(rows, cols, scheme)
-        for tokens in (1, 7, 8, 9, 16):
-            run(weight, tokens, dtype, StreamConfig(2, 4, 1))
-            run(weight, tokens, dtype, StreamConfig(5, 2, 3))
-
-
-STREAM_CUTS = [
-    StreamConfig(1, 8, 3),
-    StreamConfig(2, 16),
-    StreamConfig(3, 8, 1),
-    StreamConfig(4, 4, 3),
-    StreamConfig(6, 4),
+A_CUT_OF_EACH_KIND: list[tuple[StreamConfig | Gemm16Config, tuple[int, ...]]] = [
+    (StreamConfig(2, 4, 1), (1, 7, 8, 9, 16)),
+    (StreamConfig(5, 2, 3), (1, 7, 8, 9, 16)),  # so many tiles that sums are of codes as they are set in
+    (Gemm16Config(64, 2, split=3), (2, 33, 64, 150)),
+    (Gemm16Config(32, 3), (2, 33, 64, 150)),
 ]
 
 
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
+def test_16_bit_activations_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
+    for rows, cols in [(208, 1152), (520, 640), (37, 128)]:
+        weight = make_weight(rows, cols, scheme)
+        for cut, counts in A_CUT_OF_EACH_KIND:
+            for tokens in counts:
+                run(weight, tokens, dtype, cut)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
+def test_16_bit_activations_for_an_odd_number_of_chunks(name: str) -> None:
+    """Steps are two chunks of 64 columns: the last one is half empty."""
+    for cols in (64, 192, 576):
+        weight = make_weight(200, cols, QuantScheme.parse(name))
+        for tokens in (1, 10):
+            run(weight, tokens, torch.float16, StreamConfig(3, 4, 1))
+        for cut in (Gemm16Config(64, 3), Gemm16Config(32, 2, split=2)):
+            run(weight, 70, torch.float16, cut)
+
+
+STREAM_CUTS = [StreamConfig(*cut) for cut in [(1, 8, 3), (2, 16, 2), (3, 8, 1), (4, 4, 3), (6, 4, 2)]]
+
+
+@on_hopper
 @pytest.mark.parametrize("cut", STREAM_CUTS, ids=str)
 @pytest.mark.parametrize("name", ["w4g128", "w4g128-asym", "w4g32", "w8"])
 def test_stream_for_every_cut(name: str, cut: StreamConfig) -> None:
-    if not hopper():
-        pytest.skip("the tensor copy engine is Hopper's")
     for rows, cols in [(2064, 1024), (48, 11008)]:
         weight = make_weight(rows, cols, QuantScheme.parse(name))
         spec = LinearSpec(rows, cols, weight.scheme, dtype=torch.float16)
@@ -201,10 +220,9 @@ def test_stream_for_every_cut(name: str, cut: StreamConfig) -> None:
                 run(weight, tokens, torch.float16, cut)
 
 
+@on_hopper
 def test_stream_of_activations_that_do_not_cancel_out() -> None:
     """Sums of products by a code and a power of two grow with them; what tensor cores cut off always has one sign."""
-    if not hopper():
-        pytest.skip("the tensor copy engine is Hopper's")
     drawn = make_weight(512, 11008, QuantScheme(4, 128))
     codes = drawn.codes.clamp_min(1)
     codes[:, 1::2] = 16 - codes[:, ::2]  # so that results are as small as of other activations
@@ -215,17 +233,6 @@ def test_stream_of_activations_that_do_not_cancel_out() -> None:
         for tokens, cut in ((1, StreamConfig(4, 8)), (8, StreamConfig(4, 4, 3)), (16, StreamConfig(5, 4))):
             x = activations(tokens, 11008, dtype).abs()
             check(apply_choice(x, packed, spec, cut), x, weight, (dtype, tokens, cut))
-
-
-@pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
-def test_stream_for_an_odd_number_of_chunks(name: str) -> None:
-    """Its steps are two chunks of 64 columns: the last one is half empty."""
-    if not hopper():
-        pytest.skip("the tensor copy engine is Hopper's")
-    for cols in (64, 192, 576):
-        weight = make_weight(200, cols, QuantScheme.parse(name))
-        for tokens in (1, 10):
-            run(weight, tokens, torch.float16, StreamConfig(3, 4, 1))
 
 
 GEMM16_CUTS = [
@@ -248,43 +255,18 @@ GEMM16_CUTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
-def test_gemm16_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
-    for rows, cols in [(208, 1152), (520, 640), (37, 128)]:
-        weight = make_weight(rows, cols, scheme)
-        for tokens in (2, 33, 64, 150):
-            run(weight, tokens, dtype, Gemm16Config(64, 2, split=3))
-            run(weight, tokens, dtype, Gemm16Config(32, 3))
-
-
-@pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
-def test_gemm16_for_an_odd_number_of_chunks(name: str) -> None:
-    """Its steps are two chunks of 64 columns: the last one is half empty."""
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
-    for cols in (64, 192, 576):
-        weight = make_weight(200, cols, QuantScheme.parse(name))
-        for cut in (Gemm16Config(64, 3), Gemm16Config(32, 2, split=2)):
-            run(weight, 70, torch.float16, cut)
-
-
+@on_hopper
 def test_gemm16_takes_more_tiles_than_multiprocessors() -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
     for name, cut in (("w4g128", Gemm16Config(128, 3)), ("w4g64-asym", Gemm16Config(64, 2))):
         weight = make_weight(4096, 1024, QuantScheme.parse(name))
         run(weight, 1600, torch.float16, cut)
         run(weight, 1600, torch.bfloat16, cut)
 
 
+@on_hopper
 @pytest.mark.parametrize("cut", [Gemm16Config(128, 3, EVEN), Gemm16Config(192, 2, EVEN), Gemm16Config(256, 2, EVEN)])
 @pytest.mark.parametrize("name", ["w4g64", "w4g32-asym", "w4"])
 def test_gemm16_shares_the_last_tiles_evenly(name: str, cut: Gemm16Config) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
     weight = make_weight(4000, 1088, QuantScheme.parse(name))
     spec = LinearSpec(4000, 1088, weight.scheme, dtype=torch.float16)
     packed = pack_weight(weight, 16, device())
@@ -320,10 +302,9 @@ EVERY_CUT: list[tuple[str, Gemm16Config | WideConfig]] = [
 ]
 
 
+@on_hopper
 @pytest.mark.parametrize(("name", "cut"), EVERY_CUT, ids=str)
 def test_wgmma_for_every_cut(name: str, cut: Gemm16Config | WideConfig) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
     for rows, cols in [(2064, 1024), (48, 11008), (130, 128)]:
         weight = make_weight(rows, cols, QuantScheme.parse(name))
         for tokens in (2, 32, 47, 64, 129, 300):

@@ -30,7 +30,7 @@ from qtool.quant.scheme import QuantScheme
 from qtool.runtime.kernels.cuda.choice import Choice, bucket_of, buckets_of, choose, encode, save_tuned
 from qtool.runtime.kernels.cuda.layout import PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
-from qtool.runtime.kernels.cuda.timing import copies, copy_ceiling, graph_microseconds, in_turns, settling
+from qtool.runtime.kernels.cuda.timing import calls_of, copies, copy_ceiling, graph_microseconds, in_turns, settling
 from qtool.runtime.kernels.cuda.tuning import candidates, precompile, product, random_weight, tune
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -43,7 +43,7 @@ SHAPES = {  # name → (rows, cols)
     "8B gate_up": (28672, 4096),
     "8B down": (4096, 14336),
 }
-MODES = {"w4a16": "w4g128", "w4a8": "w4g128a8", "w8a8": "w8a8", "w8a16": "w8"}
+MODES = {"w4a16": "w4g128", "w4a8": "w4g128a8", "w8a8": "w8a8", "w8a16": "w8"}  # or any scheme by its own name
 Row = dict[str, object]
 
 
@@ -103,9 +103,14 @@ class Layer:
         return float((got.double() - want).norm() / want.norm())
 
 
+def spec_of(shape: str, mode: str, dtype: torch.dtype) -> LinearSpec:
+    """The linear of a named shape in a mode. Raises QtoolError for a mode that is neither of MODES nor a scheme."""
+    return LinearSpec(*SHAPES[shape], QuantScheme.parse(MODES.get(mode, mode)), dtype=dtype)
+
+
 def make_layer(shape: str, mode: str, dtype: torch.dtype) -> Layer:
     """A layer with a random weight on the current device."""
-    spec = LinearSpec(*SHAPES[shape], QuantScheme.parse(MODES[mode]), dtype=dtype)
+    spec = spec_of(shape, mode, dtype)
     weight = random_weight(spec, seed=int(time.time()))
     packed = pack_weight(weight, spec.scheme.act_bits or 16, weight.codes.device)
     rounds = [
@@ -117,7 +122,8 @@ def make_layer(shape: str, mode: str, dtype: torch.dtype) -> Layer:
 
 def with_quantization(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice) -> float:
     """Microseconds of quantizing the activations and multiplying."""
-    return graph_microseconds(lambda i: apply_choice(x, rounds[i % len(rounds)], spec, choice), max(16, len(rounds)))
+    each = calls_of(len(x), len(rounds))
+    return graph_microseconds(lambda i: apply_choice(x, rounds[i % len(rounds)], spec, choice), each)
 
 
 def dense_product(weights: list[tuple[Tensor, ...]], x: Tensor) -> Callable[[int], object]:
@@ -140,7 +146,7 @@ def measure_shape(
     for count in sorted(tokens):
         x = torch.randn(count, cols, device="cuda").to(dtype)
         calls = [dense_product(weights, x), *(layer.product(x) for layer in layers.values())]
-        each = max(16, len(weights), *(len(layer.rounds) for layer in layers.values()))
+        each = calls_of(count, len(weights), *(len(layer.rounds) for layer in layers.values()))
         dense[shape, count], *times = in_turns(calls, each, settle=settling(count))
         found += [layer.row(x, us, ceiling) for layer, us in zip(layers.values(), times, strict=True)]
     for row in found:
@@ -151,7 +157,7 @@ def measure_shape(
 def tune_all(shapes: list[str], modes: list[str], tokens: list[int], dtype: torch.dtype) -> list[Row]:
     """Measure all cuts, keep the best for this machine, return all timings."""
     device = torch.device("cuda", torch.cuda.current_device())
-    specs = {(s, m): LinearSpec(*SHAPES[s], QuantScheme.parse(MODES[m]), dtype=dtype) for s in shapes for m in modes}
+    specs = {(s, m): spec_of(s, m, dtype) for s in shapes for m in modes}
 
     def buckets(spec: LinearSpec) -> list[int]:
         return [b for b in buckets_of(spec) if b in {bucket_of(spec, t) for t in tokens}]
@@ -194,7 +200,7 @@ def show(rows: list[Row], dense: dict[tuple[str, int], float], shapes: list[str]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated")
-    parser.add_argument("--modes", default="w4a16,w4a8,w8a8", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", default="w4a16,w4a8,w8a8", help=f"of {', '.join(MODES)}, or w4g32-asym and so on")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64", help="numbers of tokens (M)")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--tune", action="store_true", help="measure all cuts first and keep the best")
@@ -210,6 +216,9 @@ def main() -> int:
     ceiling = copy_ceiling(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}; copy ceiling {ceiling:.0f} GB/s")
     timings = tune_all(shapes, modes, tokens, dtype) if args.tune else []
+    specs = [spec_of(shape, mode, dtype) for shape, mode in itertools.product(shapes, modes)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    precompile([(spec, count, choose(spec, count, device)) for spec in specs for count in tokens], device)
     rows: list[Row] = []
     dense: dict[tuple[str, int], float] = {}
     few = [t for t in tokens if not settling(t)]

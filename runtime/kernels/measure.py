@@ -152,13 +152,13 @@ def _cpu_times(weights: dict[LinearCase, list[LinearFn]], x: Tensor) -> dict[Lin
 
 
 def _gpu_times(weights: dict[LinearCase, list[LinearFn]], x: Tensor) -> dict[LinearCase, float]:
-    from qtool.runtime.kernels.cuda.timing import in_turns, settling
+    from qtool.runtime.kernels.cuda.timing import calls_of, in_turns, settling
 
     def product(copies: list[LinearFn]) -> Callable[[int], object]:
         return lambda i: copies[i % len(copies)](x)
 
     with torch.inference_mode():
-        calls = max(16, *(len(copies) for copies in weights.values()))
+        calls = calls_of(len(x), *(len(copies) for copies in weights.values()))
         times = in_turns([product(copies) for copies in weights.values()], calls, settle=settling(len(x)))
     return dict(zip(weights, times, strict=True))
 

@@ -93,7 +93,7 @@ def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[Gemm16Con
     for size, warpgroups, split in itertools.product(_TOKENS, _WIDEST, (EVEN, *_CLUSTERS)):
         config = Gemm16Config(size, warpgroups, split)
         needed = size == _TOKENS[0] or size < 2 * tokens
-        fits = size <= _WIDEST[warpgroups] and config.stages(spec) >= 3 and config.shared_bytes(spec) <= _SHARED_BYTES
+        fits = size <= _WIDEST[warpgroups] and config.stages(spec) >= 2 and config.shared_bytes(spec) <= _SHARED_BYTES
         tiles = _tiles(spec, tokens, config)
         if needed and fits and (split != EVEN or (tiles > num_sms and tiles % num_sms)):
             found.append(config)

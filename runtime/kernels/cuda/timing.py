@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _COLD_BYTES = 260_000_000  # several times the L2 of today's GPUs
+_MANY_TOKENS = 256  # from here on a product is a matter of power
 
 
 def _median_milliseconds(work: Callable[[], object], repeats: int) -> float:
@@ -35,7 +36,13 @@ def copies(tensors: Sequence[Tensor], most: int = 48) -> list[tuple[Tensor, ...]
 
 def settling(tokens: int) -> float:
     """Seconds after which a product of so many tokens runs at the clock that its power allows."""
-    return 0.1 if tokens >= 256 else 0.0
+    return 0.1 if tokens >= _MANY_TOKENS else 0.0
+
+
+def calls_of(tokens: int, *rounds: int) -> int:
+    """Products of so many tokens that one graph should hold: at least one for each weight that takes turns, and so many
+    that the few microseconds between the event and the first kernel of a graph do not count."""
+    return max(16 if tokens >= _MANY_TOKENS else 100, *rounds)
 
 
 def _capture(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:

@@ -28,7 +28,7 @@ from qtool.runtime.kernels.cuda.precompile import compile_job, job_of
 from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.timing import copies, graph_microseconds, in_turns, settling
+from qtool.runtime.kernels.cuda.timing import calls_of, copies, graph_microseconds, in_turns, settling
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -212,7 +212,7 @@ def product(
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
     """Microseconds of one product by one choice over weights that take turns, right after another of its kind."""
     call = product(rounds, x, spec, choice, out)
-    return graph_microseconds(call, max(16, len(rounds)), settle=settling(len(x)) / 5)
+    return graph_microseconds(call, calls_of(len(x), len(rounds)), settle=settling(len(x)) / 5)
 
 
 def tune(
@@ -263,7 +263,7 @@ def _measure_close_ones_again(
     timings = sorted(timings, key=lambda t: (t.problem is not None, t.microseconds))
     close = [t for t in timings if t.problem is None and t.microseconds <= _CLOSE * timings[0].microseconds]
     work = [product(rounds, x, spec, t.choice, out) for t in close]
-    times = in_turns(work, max(16, len(rounds)), settle=settling(len(x)) / 5, rounds=_TURNS)
+    times = in_turns(work, calls_of(len(x), len(rounds)), settle=settling(len(x)) / 5, rounds=_TURNS)
     again = [replace(t, microseconds=us) for t, us in zip(close, times, strict=True)]
     return sorted(again, key=lambda t: t.microseconds) + timings[len(close) :]
 

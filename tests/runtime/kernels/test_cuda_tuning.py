@@ -21,7 +21,7 @@ FAST, CLOSE, SLOW, WRONG = (StreamConfig(tiles, 4) for tiles in (1, 2, 3, 4))
 
 def test_close_candidates_are_measured_again_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(work: list[Choice], calls: int, settle: float, rounds: int) -> list[float]:
-        assert (work, calls, settle, rounds) == ([FAST, CLOSE], 16, 0.0, 5)
+        assert (work, calls, settle, rounds) == ([FAST, CLOSE], 100, 0.0, 5)
         return [10.2, 10.1]
 
     monkeypatch.setattr(tuning, "product", lambda rounds, x, spec, choice, out: choice)

@@ -126,7 +126,7 @@ DEVICE ZeroPoint zero_point(u32 z) {
   ZeroPoint r;
   r.high = 0;
 #if BF16 && WEIGHT_BITS == 8
-  r.low = 0x4b000000u | z;                        // 2^23 + z, a float
+  r.low = floats_to_acts(128.f - (float)z, 128.f - (float)z);
 #elif BF16
   r.low = 0xc300c300u | z | (z << 16);            // -(128 + z)
 #else
@@ -155,19 +155,25 @@ DEVICE void pairs_to_acts(u32 q0, u32 q1, ZeroPoint z0, ZeroPoint z1, u32 (&a)[4
 #endif
 }
 #else
+#if BF16
+// Two codes, each below the byte 0x3c. The mantissa has room for seven bits, so 2^-7 + 2^-14 (code & 127), times 2^14, less
+// 256 where the eighth bit is clear and 128 where it is set: code - 128. An instruction may name one constant only.
+DEVICE u32 coded_to_bf16(u32 v, [[maybe_unused]] ZeroPoint z) {
+  v = bf16_fma2(v & 0xff7fff7fu, 0x46804680u, ~v & 0xff80ff80u);
+#if ASYM
+  v = bf16_fma2(v, 0x3f803f80u, z.low);
+#endif
+  return v;
+}
+#endif
 // Two codes (bytes) of row g and two of row g + 8.
 DEVICE void bytes_to_acts(u32 q, ZeroPoint z0, ZeroPoint z1, u32& a0, u32& a1) {
 #if !BF16
   a0 = half_sub2(__byte_perm(q, 0x64646464u, 0x4140), z0.low);
   a1 = half_sub2(__byte_perm(q, 0x64646464u, 0x4342), z1.low);
 #else
-  const float zero0 = __int_as_float((int)z0.low), zero1 = __int_as_float((int)z1.low);
-  const float b0 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7650)) - zero0;
-  const float b1 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7651)) - zero0;
-  const float b2 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7652)) - zero1;
-  const float b3 = __int_as_float((int)__byte_perm(q, 0x4b000000u, 0x7653)) - zero1;
-  a0 = floats_to_acts(b0, b1);
-  a1 = floats_to_acts(b2, b3);
+  a0 = coded_to_bf16(__byte_perm(0x3c3c3c3cu, q, 0x0504), z0);
+  a1 = coded_to_bf16(__byte_perm(0x3c3c3c3cu, q, 0x0706), z1);
 #endif
 }
 #endif

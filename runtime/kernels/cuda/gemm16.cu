@@ -28,6 +28,10 @@
 #define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
 #define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
 #define RING (STAGES * (2 * HALF_X + 2 * HALF_CODES + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
+// Slices of 16 columns that are made at a time: a step where registers have room for it twice, else half of one.
+#ifndef SLICES
+#define SLICES (STAGES > 2 && CW == 3 && TOKENS <= 64 ? 8 : 4)
+#endif
 #define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)   // that leave at a time;
                                                          // 256 leave no room for results of 64 beside three steps
 #define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
@@ -261,40 +265,60 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
       }
       advance();
     };
-    u32 a[2][4][4];                                      // one half multiplies while the next one is made
-    auto make = [&](int half) {
-      UNROLL for (int s = 0; s < 4; s++) {
-        make_fragment(w, half, s, a[half][s]);
-        UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(a[half][s][k]));   // now: the tensor cores are busy
+    u32 a[2][SLICES][4];                                 // one part multiplies while the next one is made
+    auto make = [&](u32 (&part)[SLICES][4], int first) {
+      UNROLL for (int s = 0; s < SLICES; s++) {
+        make_fragment(w, (first + s) / 4, (first + s) % 4, part[s]);
+        UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(part[s][k]));   // now: the tensor cores are busy
       }
     };
     float sum[TOKENS / 8][4];
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) sum[j][k] = 0.f;
-    auto multiply = [&](int stage, int half) {
+    auto multiply = [&](int stage, const u32 (&part)[SLICES][4], int first) {
       wgmma_fence();
-      UNROLL for (int s = 0; s < 4; s++) wgmma(sum, a[half][s], operand(stage, half, s));
+      UNROLL for (int s = 0; s < SLICES; s++) wgmma(sum, part[s], operand(stage, (first + s) / 4, (first + s) % 4));
       wgmma_commit();
     };
-    int now = stage;                                     // the stage of this step
+    int now = stage, before = now;                       // the stages of this step and of the one before
+    auto pass = [&](int i) {                             // on to the next warpgroup
+      if (apart && warpgroup + 1 < CW && number == 1 && i == 0) pass_warpgroups(warpgroup + 1);
+    };
     if (steps > 0) {
       fetch();
-      make(0);
+      make(a[0], 0);
     }
-    int before = now;                                    // the stage of the step before
-    for (int i = 0; i < steps; i++) {
-      multiply(now, 0);
-      if (apart && warpgroup + 1 < CW && number == 1 && i == 0) pass_warpgroups(warpgroup + 1);
+#if SLICES == 8
+    auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
+      multiply(now, mine, 0);
+      pass(i);
+      const int after = stage;
+      if (i + 1 < steps) fetch();
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
-      make(1);
-      multiply(now, 1);
+      make(next, 0);                                     // past the last step of no use, and no harm
+      before = now;
+      now = after;
+    };
+    for (int i = 0; i < steps; i += 2) {
+      step(i, a[0], a[1]);
+      if (i + 1 < steps) step(i + 1, a[1], a[0]);
+    }
+#else
+    for (int i = 0; i < steps; i++) {
+      multiply(now, a[0], 0);
+      pass(i);
+      wgmma_wait<1>();                                   // the step before
+      if (i > 0) release(before);
+      make(a[1], 4);
+      multiply(now, a[1], 4);
       before = now;
       now = stage;
       if (i + 1 < steps) fetch();
       wgmma_wait<1>();                                   // the first half
-      make(0);                                           // past the last step of no use, and no harm
+      make(a[0], 0);                                     // past the last step of no use, and no harm
     }
+#endif
     wgmma_wait<0>();
     if (SPLIT == 1) release(before);
 

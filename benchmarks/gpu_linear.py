@@ -6,8 +6,9 @@
 Method: the copy ceiling is measured first. Every product is replayed from a CUDA graph over weights that take turns
 and together exceed the L2 cache. cuBLAS and the modes take turns three times, from 256 tokens on each for 0.1 s before
 it is timed: what large products reach is a matter of power, and the second to run would find the device hot. Medians.
-Inputs are fresh random numbers; the relative error is against the float64 product of the dequantized weight (for int8
-activations: with the activations rounded to int8). "share" is the packed weight's bytes over the time, over the copy
+All multiply the same layer, normally distributed weights as they are or rounded to nearest, by fresh random
+activations; the relative error is against the float64 product of the dequantized weight (for int8 activations: with the
+activations rounded to int8). "share" is the packed weight's bytes over the time, over the copy
 ceiling. With --json or $OUT, all figures are written as JSON.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.scheme import QuantScheme
 from qtool.runtime.kernels.cuda.choice import Choice, bucket_of, buckets_of, choose, encode, save_tuned
 from qtool.runtime.kernels.cuda.layout import PackedWeight, pack_weight
@@ -108,10 +110,10 @@ def spec_of(shape: str, mode: str, dtype: torch.dtype) -> LinearSpec:
     return LinearSpec(*SHAPES[shape], QuantScheme.parse(MODES.get(mode, mode)), dtype=dtype)
 
 
-def make_layer(shape: str, mode: str, dtype: torch.dtype) -> Layer:
-    """A layer with a random weight on the current device."""
-    spec = spec_of(shape, mode, dtype)
-    weight = random_weight(spec, seed=int(time.time()))
+def make_layer(shape: str, mode: str, dense: Tensor) -> Layer:
+    """The layer whose 16-bit weight [N, K] is `dense`, each weight rounded to nearest."""
+    spec = spec_of(shape, mode, dense.dtype)
+    weight = rtn(dense, spec.scheme, scale_dtype=torch.float16)
     packed = pack_weight(weight, spec.scheme.act_bits or 16, weight.codes.device)
     rounds = [
         PackedWeight(codes, scales, packed.zeros, packed.columns)
@@ -140,7 +142,7 @@ def measure_shape(
     """
     rows, cols = SHAPES[shape]
     weights = copies((torch.randn(rows, cols, dtype=dtype, device="cuda") / cols**0.5,))
-    layers = {mode: make_layer(shape, mode, dtype) for mode in modes}
+    layers = {mode: make_layer(shape, mode, weights[0][0]) for mode in modes}
     dense: dict[tuple[str, int], float] = {}
     found: list[Row] = []
     for count in sorted(tokens):

@@ -9,12 +9,13 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
 
 from qtool.quant.errors import QtoolError
+from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.runtime.kernels.cuda import gemm, gemm16, stream
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
@@ -53,8 +54,18 @@ def bucket_of(spec: LinearSpec, tokens: int) -> int | None:
 
 
 def key(spec: LinearSpec, bucket: int) -> str:
-    """Under which a choice is stored: scheme, shape, tokens."""
-    return f"{spec.scheme.name} {spec.rows}x{spec.cols} {bucket}"
+    """Under which a choice is stored: scheme, shape, tokens, and bf16 where activations are bfloat16."""
+    return f"{spec.scheme.name} {spec.rows}x{spec.cols} {bucket}" + (" bf16" if spec.dtype == torch.bfloat16 else "")
+
+
+def kin(spec: LinearSpec) -> list[LinearSpec]:
+    """Linears whose measurements serve where there are none of `spec` itself, the closest first: of the other type of
+    activations, then, without int8 activations, of the groups that are measured most."""
+    schemes = [spec.scheme]
+    if not spec.scheme.act_bits:
+        schemes.append(QuantScheme(spec.scheme.bits, 128 if spec.scheme.bits == 4 else PER_CHANNEL))
+    other = torch.float16 if spec.dtype == torch.bfloat16 else torch.bfloat16
+    return [replace(spec, scheme=scheme, dtype=dtype) for scheme in schemes for dtype in (spec.dtype, other)][1:]
 
 
 def encode(choice: Choice) -> list[str | int]:
@@ -171,10 +182,12 @@ def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
     return gemm16.for_more(spec, tokens, last, num_sms(index)) if isinstance(last, Gemm16Config) else last
 
 
-def serves(choice: Choice, spec: LinearSpec) -> bool:
-    """Whether a choice is for such activations: tables of earlier versions named others."""
-    if isinstance(choice, Gemm16Config | StreamConfig):
-        return not spec.scheme.act_bits
+def serves(choice: Choice, spec: LinearSpec, bucket: int) -> bool:
+    """Whether a choice is for such activations and fits: an earlier version may have made it, or it is of kin."""
+    if isinstance(choice, StreamConfig):
+        return not spec.scheme.act_bits and stream.fits(spec, bucket, choice)
+    if isinstance(choice, Gemm16Config):
+        return not spec.scheme.act_bits and gemm16.fits(spec, choice)
     return spec.scheme.act_bits is not None or not isinstance(choice, WideConfig | GemmConfig)
 
 
@@ -186,7 +199,9 @@ def _is_hopper(device_index: int) -> bool:
 @functools.cache
 def _choose(spec: LinearSpec, bucket: int, device_index: int) -> Choice:
     properties = torch.cuda.get_device_properties(device_index)
-    entry = _table(properties.name).get(key(spec, bucket))
-    if entry is not None and serves(choice := decode(entry), spec):
-        return choice
+    table = _table(properties.name)
+    for measured in (spec, *kin(spec)):
+        entry = table.get(key(measured, bucket))
+        if entry is not None and serves(choice := decode(entry), spec, bucket):
+            return choice
     return rule(spec, bucket, (properties.major, properties.minor), properties.multi_processor_count)

@@ -1,8 +1,8 @@
 // y [M, N] = x [M, K] @ weight.T with 16-bit activations, for more than a handful of tokens, on Hopper.
 //
-// A thread each of four warps brings steps of 128 columns into a ring of STAGES in shared memory with the tensor copy
+// A thread each of four warps brings steps of COLUMNS columns into a ring of STAGES in shared memory with the tensor copy
 // engine: activations as they lie in memory, codes, group scales, zero points. CW warpgroups of 64 rows of the weight each
-// make fragments of half a step in registers (the A operand) while the half before multiplies, and wgmma reads TOKENS
+// make fragments of a part of a step in registers (the A operand) while the part before multiplies, and wgmma reads TOKENS
 // tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
 //
 // SPLIT blocks of a cluster each take a share of K; partial sums meet in distributed shared memory, without atomics.
@@ -13,25 +13,25 @@
 // tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
-//   hopper.cuh; SPLIT; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh.
+//   hopper.cuh; SPLIT; COLUMNS 64 | 128; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh.
 
 #define UNROLL _Pragma("unroll")
-#define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of half a step
-#define SCALES (GROUP ? 128 / (GROUP ? GROUP : 1) : 1)   // scale groups of a step
+#define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
+#define CHUNKS (COLUMNS / 64)                            // of a step
+#define SCALES (GROUP && GROUP < COLUMNS ? COLUMNS / (GROUP ? GROUP : 1) : 1)   // scale groups of a step, at least one
 #define TILES (4 * CW)                                   // of 16 rows, one a warp
 #define ROWS (64 * CW)
 #define THREADS (128 * CW + 128)
 #define COPIES (2 + (GROUP != 0) + (GROUP && ASYM))      // kinds of them
-#define HALF_X (TOKENS * 128)                            // bytes of half a step
-#define HALF_CODES (TILES * 512 * LOADS)
+#define CHUNK_X (TOKENS * 128)                           // bytes of 64 columns
+#define CHUNK_CODES (TILES * 512 * LOADS)
 #define SCALE_BYTES (GROUP ? TILES * 32 * SCALES : 0)    // of a step
 #define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
 #define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
-#define RING (STAGES * (2 * HALF_X + 2 * HALF_CODES + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
-// Slices of 16 columns that are made at a time: a step where registers have room for it twice, else half of one.
-#ifndef SLICES
-#define SLICES (STAGES > 2 && CW == 3 && TOKENS <= 64 ? 8 : 4)
-#endif
+#define RING (STAGES * (CHUNKS * (CHUNK_X + CHUNK_CODES) + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
+// Slices of 16 columns that are made at a time: 128 columns where registers have room for them twice and that was faster.
+#define SLICES (COLUMNS == 128 && CW == 3 && TOKENS <= 64 ? 8 : 4)
+#define PARTS (COLUMNS / (16 * SLICES))                  // of a step
 #define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)   // that leave at a time;
                                                          // 256 leave no room for results of 64 beside three steps
 #define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
@@ -73,9 +73,9 @@ DEVICE void pass_warpgroups(int group) { asm volatile("bar.arrive %0, 256;" ::"r
   return v;
 }
 
-// One warp's weights of a step: of each half, words v of the lanes 4 g + t, t < 4, of its rows g and g + 8 (layout.py).
+// One warp's weights of a step: of 64 columns each, words v of the lanes 4 g + t, t < 4, of its rows g and g + 8 (layout.py).
 struct Weights {
-  u32 codes[2][LOADS][4];
+  u32 codes[CHUNKS][LOADS][4];
 #if GROUP
   u32 scale[SCALES];
 #endif
@@ -84,9 +84,9 @@ struct Weights {
 #endif
 };
 
-// Columns 16 s .. 16 s + 15 of a half.
-DEVICE void make_fragment(const Weights& w, int half, int s, u32 (&f)[4]) {
-  [[maybe_unused]] const int t = 2 * (s & 1), group = (half * 64 + s * 16) * SCALES / 128;
+// Columns 16 s .. 16 s + 15 of a step's n-th 64.
+DEVICE void make_fragment(const Weights& w, int n, int s, u32 (&f)[4]) {
+  [[maybe_unused]] const int t = 2 * (s & 1), group = (n * 64 + s * 16) * SCALES / COLUMNS;
 #if ASYM
   const ZeroPoint z0 = zero_point(w.zero[group] & 255), z1 = zero_point(w.zero[group] >> 8);
 #else
@@ -94,10 +94,10 @@ DEVICE void make_fragment(const Weights& w, int half, int s, u32 (&f)[4]) {
 #endif
 #if WEIGHT_BITS == 4
   const int shift = 8 * (s >> 1);
-  pairs_to_acts(w.codes[half][0][t] >> shift, w.codes[half][0][t + 1] >> shift, z0, z1, f);
+  pairs_to_acts(w.codes[n][0][t] >> shift, w.codes[n][0][t + 1] >> shift, z0, z1, f);
 #else
-  bytes_to_acts(w.codes[half][s >> 1][t], z0, z1, f[0], f[1]);
-  bytes_to_acts(w.codes[half][s >> 1][t + 1], z0, z1, f[2], f[3]);
+  bytes_to_acts(w.codes[n][s >> 1][t], z0, z1, f[0], f[1]);
+  bytes_to_acts(w.codes[n][s >> 1][t + 1], z0, z1, f[2], f[3]);
 #endif
 #if GROUP
   const u32 s0 = scale_pair(w.scale[group], 0), s1 = scale_pair(w.scale[group], 1);
@@ -138,8 +138,8 @@ DEVICE float4 load_partial(const float4* p) {
 }
 
 // What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by 64; the weight's codes, scales and zero points
-// as in skinny.cu, a row for every tile of 16, in boxes of TILES rows and half a step (codes) or a step. Past the last
-// column all are zeros.
+// as in skinny.cu, a row for every tile of 16, in boxes of TILES rows and 64 columns (codes) or SCALES groups. Past the
+// last column all are zeros.
 struct Maps { TensorMap x, codes, scales, zeros; };
 
 #if SPLIT == 1
@@ -158,7 +158,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be the same in a warp
   const int rank = SPLIT > 1 ? blockIdx.x : 0;
   const int token_tiles = (M + TOKENS - 1) / TOKENS, tiles = (N + ROWS - 1) / ROWS * token_tiles;
-  const int all = (chunks + 1) / 2;                      // steps of a tile
+  const int all = (chunks + CHUNKS - 1) / CHUNKS;        // steps of a tile
   int number = 0;
   Share share = {(int)blockIdx.y, all * rank / SPLIT, all * (rank + 1) / SPLIT};
   auto take = [&]() {                                    // the next share, if there is one
@@ -166,8 +166,8 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     share = nth_share(number++, all, tiles, rounds);
     return share.begin < share.end;
   };
-  const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * 2 * HALF_X;
-  [[maybe_unused]] const u32 scales = codes + STAGES * 2 * HALF_CODES, zeros = scales + STAGES * ROUND(SCALE_BYTES);
+  const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * CHUNKS * CHUNK_X;
+  [[maybe_unused]] const u32 scales = codes + STAGES * CHUNKS * CHUNK_CODES, zeros = scales + STAGES * ROUND(SCALE_BYTES);
   u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
   asm volatile("" : "+r"(full_at), "+r"(empty_at));      // not to be worked out again and again
   if (threadIdx.x == 0) {
@@ -193,16 +193,17 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
         const int token = share.tile % token_tiles * TOKENS, row = share.tile / token_tiles * TILES;
         for (int step = share.begin; step < share.end; step++) {
           const u32 barrier = full_at + 8 * stage;
-          [[maybe_unused]] const int group = step * SCALES * 8;
+          [[maybe_unused]] const int group = step * COLUMNS / (GROUP ? GROUP : 1) * 8;
           barrier_wait(empty_at + 8 * stage, phase ^ 1);
           if (kind == 0) {
-            barrier_expect(barrier, 2 * HALF_X);
-            UNROLL for (int half = 0; half < 2; half++)
-              tensor_copy(acts + (stage * 2 + half) * HALF_X, maps.x, step * 128 + half * 64, token, barrier);
+            barrier_expect(barrier, CHUNKS * CHUNK_X);
+            UNROLL for (int n = 0; n < CHUNKS; n++)
+              tensor_copy(acts + (stage * CHUNKS + n) * CHUNK_X, maps.x, (step * CHUNKS + n) * 64, token, barrier);
           } else if (kind == 1) {
-            barrier_expect(barrier, 2 * HALF_CODES);
-            UNROLL for (int half = 0; half < 2; half++)
-              tensor_copy(codes + (stage * 2 + half) * HALF_CODES, maps.codes, (step * 2 + half) * (LOADS * 128), row, barrier);
+            barrier_expect(barrier, CHUNKS * CHUNK_CODES);
+            UNROLL for (int n = 0; n < CHUNKS; n++)
+              tensor_copy(codes + (stage * CHUNKS + n) * CHUNK_CODES, maps.codes, (step * CHUNKS + n) * (LOADS * 128), row,
+                          barrier);
 #if GROUP
           } else if (kind == 2) {
             barrier_expect(barrier, SCALE_BYTES);
@@ -234,14 +235,14 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
   [[maybe_unused]] u32 pair = scales + (warp * SCALES * 8 + g) * 4, zero_pair = zeros + (warp * SCALES * 8 + g) * 2;
   const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
   asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
-  auto operand = [&](int stage, int half, int s) {       // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
-    return (u64)(first_operand + (stage * 2 + half) * (HALF_X / 16) + s * 2) | (64ull << 32) | (1ull << 62);
+  auto operand = [&](int stage, int n, int s) {          // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+    return (u64)(first_operand + (stage * CHUNKS + n) * (CHUNK_X / 16) + s * 2) | (64ull << 32) | (1ull << 62);
   };
   auto release = [&](int stage) {                        // this warp has done with it
     if (lane == 0) barrier_arrive(empty_at + 8 * stage);
   };
   pdl_wait();
-  // Where blocks take several tiles, warpgroups start half a step apart: then not all of them store results at once.
+  // Where blocks take several tiles, warpgroups start a part of a step apart: then not all of them store results at once.
   const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
   while (take()) {
     if (apart && warpgroup > 0 && number == 1) meet_warpgroups(warpgroup);
@@ -253,8 +254,8 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
 #endif
     auto fetch = [&]() {
       barrier_wait(full_at + 8 * stage, phase);
-      UNROLL for (int k = 0; k < 2 * LOADS; k++)
-        load_matrices(unit + stage * (2 * HALF_CODES) + k / LOADS * HALF_CODES + k % LOADS * 512, w.codes[k / LOADS][k % LOADS]);
+      UNROLL for (int k = 0; k < CHUNKS * LOADS; k++)
+        load_matrices(unit + (stage * CHUNKS + k / LOADS) * CHUNK_CODES + k % LOADS * 512, w.codes[k / LOADS][k % LOADS]);
       UNROLL for (int k = 0; k < SCALES; k++) {
 #if GROUP
         w.scale[k] = load_word(pair + stage * ROUND(SCALE_BYTES) + k * 32);
@@ -288,7 +289,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
       fetch();
       make(a[0], 0);
     }
-#if SLICES == 8
+#if PARTS == 1
     auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
       multiply(now, mine, 0);
       pass(i);

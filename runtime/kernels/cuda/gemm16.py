@@ -16,7 +16,7 @@ from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
-_MOST_STAGES = 8
+_LEAST_STAGES, _MOST_STAGES = 3, 8
 _TOKENS = (16, 32, 64, 96, 128, 192, 256)
 _WIDEST = {2: 256, 3: 192, 4: 64}  # tokens whose sums fit the registers, by warpgroups
 # Measured on an H200. Clusters that it holds at once, by their blocks (its processing clusters differ in size);
@@ -34,6 +34,15 @@ EVEN = 0
 
 def _round(size: int) -> int:
     return -(-size // 128) * 128
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a block has in shared memory ahead of its use: so many steps (STAGES) of so many columns (COLUMNS)."""
+
+    columns: int
+    stages: int
+    stage_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,24 +76,34 @@ class Gemm16Config:
         together = 32 if self.tokens == 256 else min(64, self.tokens)
         return self.warpgroups * together * 128 if self.split <= 1 else 0
 
-    def _stage_bytes(self, spec: LinearSpec) -> int:
+    def ring(self, spec: LinearSpec) -> Ring:
+        """Steps of 128 columns where shared memory holds enough of them, else of 64."""
         group = kernel_group(spec.scheme)
-        pairs = self.rows // 2 * (STEP_COLUMNS // group) if group else 0
-        zeros = 0 if spec.scheme.symmetric else _round(pairs * 2)
-        return STEP_COLUMNS * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _round(pairs * 4) + zeros
 
-    def stages(self, spec: LinearSpec) -> int:
-        """Steps in shared memory (STAGES)."""
-        return min(_MOST_STAGES, (_SHARED_BYTES - self._out_bytes) // self._stage_bytes(spec))
+        def ring_of(columns: int) -> Ring:
+            pairs = self.rows // 2 * max(1, columns // group) if group else 0
+            zeros = 0 if spec.scheme.symmetric else _round(pairs * 2)
+            size = columns * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _round(pairs * 4) + zeros
+            return Ring(columns, min(_MOST_STAGES, (_SHARED_BYTES - self._out_bytes) // size), size)
+
+        whole = ring_of(STEP_COLUMNS)
+        return whole if whole.stages >= _LEAST_STAGES else ring_of(STEP_COLUMNS // 2)
 
     def shared_bytes(self, spec: LinearSpec) -> int:
         """Dynamic shared memory of a block: the ring and results on their way, or float32 sums of a cluster."""
+        ring = self.ring(spec)
         sums = self.tokens * (self.rows + 4) * 4 if self.split > 1 else 0
-        return max(self.stages(spec) * self._stage_bytes(spec) + self._out_bytes, sums)
+        return max(ring.stages * ring.stage_bytes + self._out_bytes, sums)
 
 
 def _tiles(spec: LinearSpec, tokens: int, config: Gemm16Config) -> int:
     return -(-spec.rows // config.rows) * -(-tokens // config.tokens)
+
+
+def fits(spec: LinearSpec, config: Gemm16Config) -> bool:
+    """Whether registers and shared memory hold it."""
+    narrow = config.tokens <= _WIDEST[config.warpgroups]
+    return narrow and config.ring(spec).stages >= _LEAST_STAGES and config.shared_bytes(spec) <= _SHARED_BYTES
 
 
 def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[Gemm16Config]:
@@ -93,9 +112,8 @@ def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[Gemm16Con
     for size, warpgroups, split in itertools.product(_TOKENS, _WIDEST, (EVEN, *_CLUSTERS)):
         config = Gemm16Config(size, warpgroups, split)
         needed = size == _TOKENS[0] or size < 2 * tokens
-        fits = size <= _WIDEST[warpgroups] and config.stages(spec) >= 2 and config.shared_bytes(spec) <= _SHARED_BYTES
         tiles = _tiles(spec, tokens, config)
-        if needed and fits and (split != EVEN or (tiles > num_sms and tiles % num_sms)):
+        if needed and fits(spec, config) and (split != EVEN or (tiles > num_sms and tiles % num_sms)):
             found.append(config)
     return found
 
@@ -141,7 +159,8 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> 
         "TOKENS": config.tokens,
         "CW": config.warpgroups,
         "SPLIT": max(1, config.split),
-        "STAGES": config.stages(spec),
+        "COLUMNS": config.ring(spec).columns,
+        "STAGES": config.ring(spec).stages,
         "BLOCKS": _MOST_BLOCKS,
         "LAUNCHES": _LAUNCHES,
     }
@@ -169,9 +188,9 @@ def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Co
         turn = next(_turns)
         room = torch.empty(blocks * config.rows * config.tokens, dtype=torch.float32, device=x.device)
     sizes = (len(x), spec.rows, packed.chunks, rounds, turn)
-    half_step = 32 * spec.scheme.bits  # words of 16 rows
-    box = config.rows // TILE_ROWS
-    maps = product_maps(x, packed, spec, tokens=config.tokens, tiles=box, code_words=half_step)
+    box, words = config.rows // TILE_ROWS, 32 * spec.scheme.bits  # of 16 rows and 64 columns
+    columns = config.ring(spec).columns
+    maps = product_maps(x, packed, spec, tokens=config.tokens, tiles=box, code_words=words, step_columns=columns)
     kernel(x.device, packed, spec, config).launch(
         (max(1, config.split), blocks, 1),
         config.threads,

@@ -8,11 +8,18 @@ from qtool.runtime.kernels.cuda.driver import tensor_map
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, kernel_group
 from qtool.runtime.kernels.interface import LinearSpec
 
-STEP_COLUMNS = 128  # that a block or warp multiplies at a time
+STEP_COLUMNS = 128  # that a block or warp multiplies at a time, unless it has no room for them
 
 
 def product_maps(
-    x: Tensor, packed: PackedWeight, spec: LinearSpec, *, tokens: int, tiles: int, code_words: int
+    x: Tensor,
+    packed: PackedWeight,
+    spec: LinearSpec,
+    *,
+    tokens: int,
+    tiles: int,
+    code_words: int,
+    step_columns: int = STEP_COLUMNS,
 ) -> bytes:
     """Descriptions of activations, codes, scales and zero points, one after another; unused ones are zeros.
 
@@ -21,7 +28,7 @@ def product_maps(
         packed: a weight for 16-bit activations.
         spec: its linear.
         tokens, tiles: that one copy brings, with 64 columns of activations, `code_words` 32-bit words of each tile's
-            codes, or a step's scales and zero points.
+            codes, or the scales and zero points of `step_columns` (at least of one group).
     """
     columns = packed.chunks * CHUNK_COLS
     acts = tensor_map(x.data_ptr(), len(x), columns, tokens, CHUNK_COLS, 2, swizzle=True)
@@ -29,7 +36,7 @@ def product_maps(
     codes = tensor_map(packed.codes.data_ptr(), packed.tiles, words, tiles, code_words, 4)
     scales = zeros = bytes(len(codes))
     if group := kernel_group(spec.scheme):
-        pairs, step_pairs = columns // group * 8, STEP_COLUMNS // group * 8
+        pairs, step_pairs = columns // group * 8, max(1, step_columns // group) * 8
         scales = tensor_map(packed.scales.data_ptr(), packed.tiles, pairs, tiles, step_pairs, 4)
         if not spec.scheme.symmetric:
             zeros = tensor_map(packed.zeros.data_ptr(), packed.tiles, pairs, tiles, step_pairs, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
+from qtool.runtime.kernels.cuda import choice as choices
 from qtool.runtime.kernels.cuda import gemm, gemm16, stream
 from qtool.runtime.kernels.cuda.choice import (
     Choice,
@@ -216,14 +218,46 @@ def test_buckets_cover_all_counts() -> None:
 def test_choices_for_other_activations_do_not_serve() -> None:
     w4a8, w4a16 = (LinearSpec(64, 64, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
     for choice in (WideConfig(64, 2), GemmConfig(128)):
-        assert serves(choice, w4a8)
-        assert not serves(choice, w4a16)
+        assert serves(choice, w4a8, 64)
+        assert not serves(choice, w4a16, 64)
     for either in (None, SkinnyConfig(1, 4)):
-        assert serves(either, w4a8)
-        assert serves(either, w4a16)
+        assert serves(either, w4a8, 64)
+        assert serves(either, w4a16, 64)
+    w4a8, w4a16 = (LinearSpec(64, 4096, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
     for only_16_bits in (Gemm16Config(64, 3), StreamConfig(2, 8)):
-        assert serves(only_16_bits, w4a16)
-        assert not serves(only_16_bits, w4a8)
+        assert serves(only_16_bits, w4a16, 16)
+        assert not serves(only_16_bits, w4a8, 16)
+    assert not serves(StreamConfig(2, 8), w4a16, 64)
+    assert not serves(Gemm16Config(256, 3), w4a16, 64)  # more sums than registers
+
+
+def test_measurements_of_kin_serve_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spec_of(name: str, dtype: torch.dtype = torch.float16) -> LinearSpec:
+        return LinearSpec(512, 4096, QuantScheme.parse(name), dtype=dtype)
+
+    table = {
+        "w4g128 512x4096 16": ["stream", 1, 8, 2],
+        "w4g128 512x4096 16 bf16": ["stream", 2, 8, 2],
+        "w8 512x4096 16": ["stream", 3, 8, 1],
+        "w4g32-asym 512x4096 16": ["stream", 6, 16, 4],  # more than a multiprocessor has
+        "w8a8 512x4096 16": ["skinny", 2, 4, 1, 1, 0, 1],
+    }
+    monkeypatch.setattr(choices, "_table", lambda device_name: table)
+    properties = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+    def chosen(name: str, dtype: torch.dtype = torch.float16) -> object:
+        return choices._choose.__wrapped__(spec_of(name, dtype), 16, 0)
+
+    assert chosen("w4g128") == StreamConfig(1, 8, 2)
+    assert chosen("w4g128", torch.bfloat16) == StreamConfig(2, 8, 2)
+    assert chosen("w4g64-asym") == StreamConfig(1, 8, 2)  # as AWQ
+    assert chosen("w4g64-asym", torch.bfloat16) == StreamConfig(2, 8, 2)
+    assert chosen("w4g32-asym") == StreamConfig(1, 8, 2)
+    assert chosen("w8g128", torch.bfloat16) == StreamConfig(3, 8, 1)
+    assert chosen("w8a8", torch.bfloat16) == SkinnyConfig(2, 4, prefetch=1)
+    unmeasured = spec_of("w4g128a8")
+    assert chosen("w4g128a8") == rule(unmeasured, 16, (9, 0), 132)
 
 
 def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
@@ -232,9 +266,26 @@ def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
         for tokens in (16, 64, 2048):
             assert gemm16.configs(spec, tokens)
             for config in gemm16.configs(spec, tokens):
-                assert config.stages(spec) >= 3
+                assert config.ring(spec).stages >= 3
                 assert config.shared_bytes(spec) <= 226 * 1024
                 assert config.split <= 8
+
+
+def test_a_ring_has_shorter_steps_where_longer_ones_leave_too_few() -> None:
+    wide, narrow = Gemm16Config(256, 2), Gemm16Config(128, 2)
+    rings = {
+        (name, config): config.ring(LinearSpec(4096, 4096, QuantScheme.parse(name)))
+        for name in ("w4g128", "w8", "w8g128")
+        for config in (wide, narrow)
+    }
+    assert {key: (ring.columns, ring.stages) for key, ring in rings.items()} == {
+        ("w4g128", wide): (128, 3),
+        ("w4g128", narrow): (128, 5),
+        ("w8", wide): (64, 5),  # of 32 KB of activations and 8 KB of codes
+        ("w8", narrow): (128, 4),
+        ("w8g128", wide): (64, 5),
+        ("w8g128", narrow): (128, 4),
+    }
 
 
 def test_tiles_left_over_are_shared_where_the_last_round_would_be_partly_idle() -> None:
@@ -319,7 +370,7 @@ def test_tuned_choices_are_merged(tmp_path: object, monkeypatch: pytest.MonkeyPa
     path = save_tuned("Some GPU", {key(spec, 8): WideConfig(64, 2)})
     assert path.name == "some-gpu.json"
     text = path.read_text()
-    assert '"w4g64 64x64 1"' in text
+    assert '"w4g64 64x64 1 bf16"' in text
     assert '"wide"' in text
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
@@ -330,13 +381,14 @@ def test_the_shipped_table_can_be_used() -> None:
     table = json.loads((files("qtool.runtime.kernels.cuda") / "nvidia-h200.json").read_text())
     assert len(table) > 40
     for name, entry in table.items():
-        scheme, shape, bucket = name.split()
+        scheme, shape, bucket, *bfloat16 = name.split()
         rows, cols = (int(n) for n in shape.split("x"))
-        spec = LinearSpec(rows, cols, QuantScheme.parse(scheme))
+        dtype = torch.bfloat16 if bfloat16 else torch.float16
+        spec = LinearSpec(rows, cols, QuantScheme.parse(scheme), dtype=dtype)
         assert name == key(spec, int(bucket))
         assert int(bucket) in buckets_of(spec)
         choice = decode(entry)
-        assert serves(choice, spec)
+        assert serves(choice, spec, int(bucket))
         if isinstance(choice, WideConfig):
             assert choice.prefetch % 2 == 0
             assert choice.shared_bytes <= 227 * 1024

@@ -266,7 +266,7 @@ def test_gemm16_takes_more_tiles_than_multiprocessors() -> None:
 
 @on_hopper
 @pytest.mark.parametrize("cut", [Gemm16Config(128, 3, EVEN), Gemm16Config(192, 2, EVEN), Gemm16Config(256, 2, EVEN)])
-@pytest.mark.parametrize("name", ["w4g64", "w4g32-asym", "w4"])
+@pytest.mark.parametrize("name", ["w4g64", "w4g32-asym", "w4", "w8", "w8g32-asym"])
 def test_gemm16_shares_the_last_tiles_evenly(name: str, cut: Gemm16Config) -> None:
     weight = make_weight(4000, 1088, QuantScheme.parse(name))
     spec = LinearSpec(4000, 1088, weight.scheme, dtype=torch.float16)
@@ -299,6 +299,7 @@ WIDE_CUTS = [
 
 EVERY_CUT: list[tuple[str, Gemm16Config | WideConfig]] = [
     *((name, cut) for name in ("w4g128", "w4g32-asym", "w8") for cut in GEMM16_CUTS),
+    *((name, Gemm16Config(256, 2, split)) for name in ("w8", "w8g128", "w8g32-asym") for split in (1, 2)),
     *((name, cut) for name in ("w4g64a8", "w8a8", "w4g128a8") for cut in WIDE_CUTS),
 ]
 

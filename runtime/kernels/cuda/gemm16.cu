@@ -1,7 +1,7 @@
 // y [M, N] = x [M, K] @ weight.T with 16-bit activations, for more than a handful of tokens, on Hopper.
 //
-// A thread each of four warps brings steps of COLUMNS columns into a ring of STAGES in shared memory with the tensor copy
-// engine: activations as they lie in memory, codes, group scales, zero points. CW warpgroups of 64 rows of the weight each
+// A thread each of three warps brings steps of COLUMNS columns into a ring of STAGES in shared memory with the tensor copy
+// engine: activations as they lie in memory, codes, group scales with zero points. CW warpgroups of 64 rows of the weight each
 // make fragments of a part of a step in registers (the A operand) while the part before multiplies, and wgmma reads TOKENS
 // tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
 //
@@ -22,7 +22,7 @@
 #define TILES (4 * CW)                                   // of 16 rows, one a warp
 #define ROWS (64 * CW)
 #define THREADS (128 * CW + 128)
-#define COPIES (2 + (GROUP != 0) + (GROUP && ASYM))      // kinds of them
+#define COPIES (2 + (GROUP != 0))                        // kinds of them, each brought by a warp
 #define CHUNK_X (TOKENS * 128)                           // bytes of 64 columns
 #define CHUNK_CODES (TILES * 512 * LOADS)
 #define SCALE_BYTES (GROUP ? TILES * 32 * SCALES : 0)    // of a step
@@ -63,6 +63,9 @@ DEVICE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(g
 // A warpgroup waits for the one before it, which passes on without waiting.
 DEVICE void meet_warpgroups(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 8) : "memory"); }
 DEVICE void pass_warpgroups(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 8) : "memory"); }
+// A warp waits for what a warpgroup has stored, which goes on.
+DEVICE void meet_stores(int group) { asm volatile("bar.sync %0, 160;" ::"r"(group + 12) : "memory"); }
+DEVICE void pass_stores(int group) { asm volatile("bar.arrive %0, 160;" ::"r"(group + 12) : "memory"); }
 // Four floats at shared address `address` of block `rank` of this cluster.
 [[maybe_unused]] DEVICE float4 cluster_load4(u32 address, int rank) {
   u32 remote;
@@ -177,7 +180,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (warp >= TILES && lane == 0 && warp - TILES < COPIES) tensor_prefetch((&maps.x)[warp - TILES]);
+  if (warp >= TILES && lane == 0 && warp - TILES < 2 + (GROUP != 0) + (GROUP && ASYM)) tensor_prefetch((&maps.x)[warp - TILES]);
   __syncthreads();
   int stage = 0, phase = 0;                              // of the next step to copy, or to fetch
   auto advance = [&]() {
@@ -205,12 +208,10 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
               tensor_copy(codes + (stage * CHUNKS + n) * CHUNK_CODES, maps.codes, (step * CHUNKS + n) * (LOADS * 128), row,
                           barrier);
 #if GROUP
-          } else if (kind == 2) {
-            barrier_expect(barrier, SCALE_BYTES);
+          } else {
+            barrier_expect(barrier, SCALE_BYTES + ZERO_BYTES);
             tensor_copy(scales + stage * ROUND(SCALE_BYTES), maps.scales, group, row, barrier);
 #if ASYM
-          } else {
-            barrier_expect(barrier, ZERO_BYTES);
             tensor_copy(zeros + stage * ROUND(ZERO_BYTES), maps.zeros, group, row, barrier);
 #endif
 #endif
@@ -224,6 +225,18 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
       cluster_meet();
       cluster_meet();
     }
+#if SPLIT == 1
+    if (kind == 3)                                       // tells of sums that were left when they are in memory
+      while (take())
+        for (int group = 0; group < CW && share.begin > 0; group++) {
+          meet_stores(group);
+          if (lane == 0) {
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            store_release(&sums_are_left[turn][blockIdx.y][group], 1);
+          }
+          __syncwarp();
+        }
+#endif
     return;
   }
 
@@ -358,10 +371,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     if (share.begin > 0) {                               // the block that has the tile's beginning takes them from here
       UNROLL for (int j = 0; j < TOKENS / 8; j++)
         parts[blockIdx.y * part + j * 128] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
-      sync_warpgroup(warpgroup);
-      if ((threadIdx.x & 127) == 0) store_release(&sums_are_left[turn][blockIdx.y][warpgroup], 1);
-      __syncwarp();                                      // or the compiler takes the warp for divided from here on
+      pass_stores(warpgroup);
       continue;
     }
     const int tile_end = (share.tile - rounds * (int)gridDim.y + 1) * all;

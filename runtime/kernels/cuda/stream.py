@@ -71,8 +71,8 @@ class StreamConfig:
 # By number of tokens: cuts of which one, or one of skinny.cu, is within 3 % of the fastest of an exhaustive search (23
 # to 72 cuts) on an H200, for each linear layer of a 7B and an 8B model in w4g128.
 _CUTS = {
-    8: ((2, 16, 2), (2, 8, 2), (3, 8, 2), (4, 8, 2), (4, 4, 3), (5, 4, 2)),
-    16: ((2, 16, 2), (2, 12, 2), (1, 8, 2), (2, 4, 3), (3, 8, 1), (3, 8, 2), (4, 4, 2), (5, 4, 2)),
+    8: ((2, 16, 2), (2, 8, 2), (2, 8, 3), (3, 8, 2), (3, 12, 2), (4, 8, 2), (4, 4, 3), (5, 4, 2)),
+    16: ((2, 16, 2), (2, 12, 2), (2, 8, 2), (1, 8, 2), (2, 4, 3), (3, 8, 1), (3, 8, 2), (4, 4, 2), (5, 4, 2)),
 }
 
 

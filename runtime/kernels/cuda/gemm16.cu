@@ -12,8 +12,11 @@
 // Group scales multiply the weights in the activations' type, sums are float32. What bounds it: issue slots up to about 64
 // tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
 //
-// Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
-//   hopper.cuh; SPLIT; COLUMNS 64 | 128; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh.
+// GATED: half of a block's rows are of gate, half the same of up, and it leaves silu(gate) * up.
+//
+// Macros: WEIGHT_BITS; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu; CW 2 .. 4; TOKENS: of a tile, as WIDTH in
+//   hopper.cuh; SPLIT; COLUMNS 64 | 128; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After
+//   hopper.cuh and gated.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
@@ -21,6 +24,8 @@
 #define SCALES (GROUP && GROUP < COLUMNS ? COLUMNS / (GROUP ? GROUP : 1) : 1)   // scale groups of a step, at least one
 #define TILES (4 * CW)                                   // of 16 rows, one a warp
 #define ROWS (64 * CW)
+#define SIDES (GATED ? 2 : 1)                            // of a block's tiles: those of gate, the same of up
+#define WIDTH_ROWS (ROWS / SIDES)                        // of the result
 #define THREADS (128 * CW + 128)
 #define COPIES (2 + (GROUP != 0))                        // kinds of them, each brought by a warp
 #define CHUNK_X (TOKENS * 128)                           // bytes of 64 columns
@@ -28,7 +33,8 @@
 #define SCALE_BYTES (GROUP ? TILES * 32 * SCALES : 0)    // of a step
 #define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
 #define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
-#define RING (STAGES * (CHUNKS * (CHUNK_X + CHUNK_CODES) + ROUND(SCALE_BYTES) + ROUND(ZERO_BYTES)))
+#define ROOM(BYTES) (2 * ROUND(BYTES / 2))               // of a step, where each side's copy may
+#define RING (STAGES * (CHUNKS * (CHUNK_X + CHUNK_CODES) + ROOM(SCALE_BYTES) + ROOM(ZERO_BYTES)))
 // Slices of 16 columns that are made at a time: 128 columns where registers have room for them twice and that was faster.
 #define SLICES (COLUMNS == 128 && CW == 3 && TOKENS <= 64 ? 8 : 4)
 #define PARTS (COLUMNS / (16 * SLICES))                  // of a step
@@ -111,6 +117,13 @@ DEVICE void make_fragment(const Weights& w, int n, int s, u32 (&f)[4]) {
 #endif
 }
 
+#if GATED
+// Of two pairs of gate and of up, as silu.cu would.
+DEVICE u32 gated_pair(u32 gate, u32 up) {
+  return floats_to_acts(gated(act_to_float(gate), act_to_float(up)), gated(act_to_float(gate >> 16), act_to_float(up >> 16)));
+}
+#endif
+
 // Where the tiles left over after `rounds` tiles of every block are cut, counted in steps: the part of `block` begins here.
 DEVICE int part_begins(int block, int all, int tiles, int rounds) {
   return (int)((long long)max(0, tiles - rounds * (int)gridDim.y) * all * block / (int)gridDim.y);
@@ -141,7 +154,7 @@ DEVICE float4 load_partial(const float4* p) {
 }
 
 // What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by 64; the weight's codes, scales and zero points
-// as in skinny.cu, a row for every tile of 16, in boxes of TILES rows and 64 columns (codes) or SCALES groups. Past the
+// as in skinny.cu, a row for every tile of 16, in boxes of TILES / SIDES rows and 64 columns (codes) or SCALES groups. Past the
 // last column all are zeros.
 struct Maps { TensorMap x, codes, scales, zeros; };
 
@@ -160,7 +173,8 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be the same in a warp
   const int rank = SPLIT > 1 ? blockIdx.x : 0;
-  const int token_tiles = (M + TOKENS - 1) / TOKENS, tiles = (N + ROWS - 1) / ROWS * token_tiles;
+  const int width = N / SIDES, token_tiles = (M + TOKENS - 1) / TOKENS;
+  const int tiles = (width + WIDTH_ROWS - 1) / WIDTH_ROWS * token_tiles;
   const int all = (chunks + CHUNKS - 1) / CHUNKS;        // steps of a tile
   int number = 0;
   Share share = {(int)blockIdx.y, all * rank / SPLIT, all * (rank + 1) / SPLIT};
@@ -170,7 +184,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     return share.begin < share.end;
   };
   const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * CHUNKS * CHUNK_X;
-  [[maybe_unused]] const u32 scales = codes + STAGES * CHUNKS * CHUNK_CODES, zeros = scales + STAGES * ROUND(SCALE_BYTES);
+  [[maybe_unused]] const u32 scales = codes + STAGES * CHUNKS * CHUNK_CODES, zeros = scales + STAGES * ROOM(SCALE_BYTES);
   u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
   asm volatile("" : "+r"(full_at), "+r"(empty_at));      // not to be worked out again and again
   if (threadIdx.x == 0) {
@@ -193,7 +207,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     if (lane == 0 && kind < COPIES) {
       if (kind == 0) pdl_wait();                         // the weights are there already
       while (take()) {
-        const int token = share.tile % token_tiles * TOKENS, row = share.tile / token_tiles * TILES;
+        const int token = share.tile % token_tiles * TOKENS, row = share.tile / token_tiles * (TILES / SIDES);
         for (int step = share.begin; step < share.end; step++) {
           const u32 barrier = full_at + 8 * stage;
           [[maybe_unused]] const int group = step * COLUMNS / (GROUP ? GROUP : 1) * 8;
@@ -205,15 +219,20 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
           } else if (kind == 1) {
             barrier_expect(barrier, CHUNKS * CHUNK_CODES);
             UNROLL for (int n = 0; n < CHUNKS; n++)
-              tensor_copy(codes + (stage * CHUNKS + n) * CHUNK_CODES, maps.codes, (step * CHUNKS + n) * (LOADS * 128), row,
-                          barrier);
+              UNROLL for (int side = 0; side < SIDES; side++)
+                tensor_copy(codes + (stage * CHUNKS + n) * CHUNK_CODES + side * (CHUNK_CODES / 2), maps.codes,
+                            (step * CHUNKS + n) * (LOADS * 128), row + side * (width >> 4), barrier);
 #if GROUP
           } else {
             barrier_expect(barrier, SCALE_BYTES + ZERO_BYTES);
-            tensor_copy(scales + stage * ROUND(SCALE_BYTES), maps.scales, group, row, barrier);
+            UNROLL for (int side = 0; side < SIDES; side++) {
+              tensor_copy(scales + stage * ROOM(SCALE_BYTES) + side * ROUND(SCALE_BYTES / 2), maps.scales, group,
+                          row + side * (width >> 4), barrier);
 #if ASYM
-            tensor_copy(zeros + stage * ROUND(ZERO_BYTES), maps.zeros, group, row, barrier);
+              tensor_copy(zeros + stage * ROOM(ZERO_BYTES) + side * ROUND(ZERO_BYTES / 2), maps.zeros, group,
+                          row + side * (width >> 4), barrier);
 #endif
+            }
 #endif
           }
           advance();
@@ -242,10 +261,14 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
 
   MORE_REGISTERS
   const int g = lane >> 2, t = lane & 3, warpgroup = warp >> 2;
+  // Two warps of a warpgroup have tiles of gate, the other two the same of up: which tile of its side, which of the block.
+  const int side = GATED ? warp >> 1 & 1 : 0, place = GATED ? 2 * warpgroup + (warp & 1) : warp;
+  const int slot = side * (TILES / 2) + place;
   // Of a matrix's row: unit (g = lane % 8, t = lane / 8) of 16 bytes, where layout.py put it.
-  u32 unit = codes + warp * (512 * LOADS) + (lane >> 1 & 3) * 128 +
+  u32 unit = codes + slot * (512 * LOADS) + (lane >> 1 & 3) * 128 +
              ((((lane & 1) * 4 + (lane >> 3)) ^ (lane >> 1 & 3)) << 4);
-  [[maybe_unused]] u32 pair = scales + (warp * SCALES * 8 + g) * 4, zero_pair = zeros + (warp * SCALES * 8 + g) * 2;
+  [[maybe_unused]] u32 pair = scales + side * ROUND(SCALE_BYTES / 2) + (place * SCALES * 8 + g) * 4;
+  [[maybe_unused]] u32 zero_pair = zeros + side * ROUND(ZERO_BYTES / 2) + (place * SCALES * 8 + g) * 2;
   const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
   asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
   auto operand = [&](int stage, int n, int s) {          // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
@@ -259,11 +282,11 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
   const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
   while (take()) {
     if (apart && warpgroup > 0 && number == 1) meet_warpgroups(warpgroup);
-    const int first_row = share.tile / token_tiles * ROWS, first_token = share.tile % token_tiles * TOKENS;
+    const int first_row = share.tile / token_tiles * WIDTH_ROWS, first_token = share.tile % token_tiles * TOKENS;
     const int steps = share.end - share.begin;
     Weights w;                                           // of the next step
 #if ASYM && !GROUP
-    w.zero[0] = __ldg(Z + min(first_row / 16 + warp, (N - 1) >> 4) * 8 + g);
+    w.zero[0] = __ldg(Z + min((first_row + side * width) / 16 + place, (N - 1) >> 4) * 8 + g);
 #endif
     auto fetch = [&]() {
       barrier_wait(full_at + 8 * stage, phase);
@@ -271,9 +294,9 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
         load_matrices(unit + (stage * CHUNKS + k / LOADS) * CHUNK_CODES + k % LOADS * 512, w.codes[k / LOADS][k % LOADS]);
       UNROLL for (int k = 0; k < SCALES; k++) {
 #if GROUP
-        w.scale[k] = load_word(pair + stage * ROUND(SCALE_BYTES) + k * 32);
+        w.scale[k] = load_word(pair + stage * ROOM(SCALE_BYTES) + k * 32);
 #if ASYM
-        w.zero[k] = load_pair(zero_pair + stage * ROUND(ZERO_BYTES) + k * 16);
+        w.zero[k] = load_pair(zero_pair + stage * ROOM(ZERO_BYTES) + k * 16);
 #endif
 #endif
       }
@@ -340,29 +363,35 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     asm volatile("bar.sync 0, %0;" ::"n"(128 * CW) : "memory");   // every step has been read: their memory takes the sums
     float* partial = (float*)shared;
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
-      UNROLL for (int k = 0; k < 4; k++) partial[(j * 8 + t * 2 + (k & 1)) * LD + warp * 16 + g + (k >> 1) * 8] = sum[j][k];
+      UNROLL for (int k = 0; k < 4; k++) partial[(j * 8 + t * 2 + (k & 1)) * LD + slot * 16 + g + (k >> 1) * 8] = sum[j][k];
     cluster_sync();
-    const int most = min(TOKENS, M - first_token) * (ROWS / 4);
+    const int most = min(TOKENS, M - first_token) * (WIDTH_ROWS / 4);
     for (int i = rank * (128 * CW) + threadIdx.x; i < most; i += SPLIT * 128 * CW) {
-      const int token = i / (ROWS / 4), row = i % (ROWS / 4) * 4, n = first_row + row;
-      float v[4] = {0.f, 0.f, 0.f, 0.f};
-      UNROLL for (int j = 0; j < SPLIT; j++) {
-        const float4 part = cluster_load4(acts + (token * LD + row) * 4, j);
-        v[0] += part.x;
-        v[1] += part.y;
-        v[2] += part.z;
-        v[3] += part.w;
-      }
+      const int token = i / (WIDTH_ROWS / 4), row = i % (WIDTH_ROWS / 4) * 4, n = first_row + row;
+      uint2 pairs[SIDES];
+      UNROLL for (int s = 0; s < SIDES; s++) {
+        float v[4] = {0.f, 0.f, 0.f, 0.f};
+        UNROLL for (int j = 0; j < SPLIT; j++) {
+          const float4 part = cluster_load4(acts + (token * LD + s * WIDTH_ROWS + row) * 4, j);
+          v[0] += part.x;
+          v[1] += part.y;
+          v[2] += part.z;
+          v[3] += part.w;
+        }
 #if !GROUP
-      UNROLL for (int e = 0; e < 4; e++) v[e] *= __ldg((const float*)S + min(n + e, N - 1));
+        UNROLL for (int e = 0; e < 4; e++) v[e] *= __ldg((const float*)S + min(s * width + n + e, N - 1));
 #endif
-      const uint2 pairs = make_uint2(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]));
-      u16* to = Y + (u64)(first_token + token) * N + n;
-      if (n + 4 <= N && !(N & 3)) {
-        *(uint2*)to = pairs;
+        pairs[s] = make_uint2(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]));
+      }
+#if GATED
+      pairs[0] = make_uint2(gated_pair(pairs[0].x, pairs[1].x), gated_pair(pairs[0].y, pairs[1].y));
+#endif
+      u16* to = Y + (u64)(first_token + token) * width + n;
+      if (n + 4 <= width && !(width & 3)) {
+        *(uint2*)to = pairs[0];
       } else {
         UNROLL for (int e = 0; e < 4; e++)
-          if (n + e < N) to[e] = (u16)((e < 2 ? pairs.x : pairs.y) >> (16 * (e & 1)));
+          if (n + e < width) to[e] = (u16)((e < 2 ? pairs[0].x : pairs[0].y) >> (16 * (e & 1)));
       }
     }
 #else
@@ -395,7 +424,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
     }
     float gain[2] = {1.f, 1.f};                          // of rows g and g + 8
 #if !GROUP
-    UNROLL for (int k = 0; k < 2; k++) gain[k] = __ldg((const float*)S + min(first_row + warp * 16 + g + 8 * k, N - 1));
+    UNROLL for (int k = 0; k < 2; k++) gain[k] = __ldg((const float*)S + min(first_row + side * width + place * 16 + g + 8 * k, N - 1));
 #endif
     const u32 results = acts + RING + warpgroup * OUT_BYTES;
     UNROLL for (int c = 0; c < TOKENS; c += TURN_TOKENS) {
@@ -410,17 +439,23 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
         store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
       }
       sync_warpgroup(warpgroup);
-      UNROLL for (int k = 0; k < TURN_TOKENS / 16; k++) {
-        const int at = k * 128 + (threadIdx.x & 127), token = at >> 3, unit = at & 7;
-        const int row = first_row + warpgroup * 64 + unit * 8;
-        const uint4 v = load_shared(results + token * 128 + ((unit ^ (token & 7)) << 4));
+      UNROLL for (int k = 0; k < (TURN_TOKENS * 8 / SIDES + 127) / 128; k++) {
+        const int at = k * 128 + (threadIdx.x & 127), token = at / (8 / SIDES), unit = at % (8 / SIDES);
+        if (token >= TURN_TOKENS) continue;
+        const int row = first_row + warpgroup * (64 / SIDES) + unit * 8;
+        auto result = [&](int unit) { return load_shared(results + token * 128 + ((unit ^ (token & 7)) << 4)); };
+        uint4 v = result(unit);
+#if GATED
+        const uint4 up = result(unit + 4);
+        v = make_uint4(gated_pair(v.x, up.x), gated_pair(v.y, up.y), gated_pair(v.z, up.z), gated_pair(v.w, up.w));
+#endif
         if (first_token + c + token >= M) continue;
-        u16* to = Y + (u64)(first_token + c + token) * N + row;
-        if (row + 8 <= N && !(N & 7)) {
+        u16* to = Y + (u64)(first_token + c + token) * width + row;
+        if (row + 8 <= width && !(width & 7)) {
           *(uint4*)to = v;
         } else {
           UNROLL for (int e = 0; e < 8; e++)
-            if (row + e < N) to[e] = (u16)(word(v, e >> 1) >> (16 * (e & 1)));
+            if (row + e < width) to[e] = (u16)(word(v, e >> 1) >> (16 * (e & 1)));
         }
       }
       sync_warpgroup(warpgroup);

@@ -32,8 +32,9 @@ _turns = itertools.cycle(range(_LAUNCHES))
 EVEN = 0
 
 
-def _round(size: int) -> int:
-    return -(-size // 128) * 128
+def _room(size: int) -> int:
+    """Of a step's scales or zero points: where a copy of each half, of gate and of up, may begin."""
+    return 2 * (-(-size // 256) * 128)
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Gemm16Config:
 
         def ring_of(columns: int) -> Ring:
             pairs = self.rows // 2 * max(1, columns // group) if group else 0
-            zeros = 0 if spec.scheme.symmetric else _round(pairs * 2)
-            size = columns * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _round(pairs * 4) + zeros
+            zeros = 0 if spec.scheme.symmetric else _room(pairs * 2)
+            size = columns * (self.tokens * 2 + self.rows * spec.scheme.bits // 8) + _room(pairs * 4) + zeros
             return Ring(columns, min(_MOST_STAGES, (_SHARED_BYTES - self._out_bytes) // size), size)
 
         whole = ring_of(STEP_COLUMNS)
@@ -153,11 +154,17 @@ def for_more(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: int) 
     return min(ways, key=lambda way: microseconds(spec, tokens, way, num_sms))
 
 
-def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> Macros:
+def gates(spec: LinearSpec) -> bool:
+    """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other: whole tiles each."""
+    return spec.rows % (2 * TILE_ROWS) == 0
+
+
+def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config, *, gated: bool = False) -> Macros:
     """All macros of gemm16.cu for one product."""
     return weight_macros(spec, scale_dtype) | {
         "TOKENS": config.tokens,
         "CW": config.warpgroups,
+        "GATED": int(gated),
         "SPLIT": max(1, config.split),
         "COLUMNS": config.ring(spec).columns,
         "STAGES": config.ring(spec).stages,
@@ -166,19 +173,24 @@ def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: Gemm16Config) -> 
     }
 
 
-def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config) -> Kernel:
+def kernel(
+    device: torch.device, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config, *, gated: bool = False
+) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
-    chosen = macros(spec, packed.scales.dtype, config)
+    chosen = macros(spec, packed.scales.dtype, config, gated=gated)
     return load_kernel(device, "gemm16.cu", "gemm16", chosen, shared_limit=config.shared_bytes(spec))
 
 
-def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config, out: Tensor) -> None:
+def multiply(
+    x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Config, out: Tensor, *, gated: bool = False
+) -> None:
     """out [M, N] = x [M, K'] @ weight.T.
 
     Args:
         x: in spec.dtype, as layout.arrange_activations gives it; K' = 64 packed.chunks.
         packed: a weight for 16-bit activations.
-        out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
+        out: [M, N] in spec.dtype, contiguous, 16-byte aligned; [M, N / 2] where `gated`.
+        gated: the weight, for which `gates` holds, is gate and up, and out = silu(gate) * up.
     """
     tiles = _tiles(spec, len(x), config)
     blocks, rounds, turn, room = tiles, 1, 0, out
@@ -188,10 +200,10 @@ def multiply(x: Tensor, packed: PackedWeight, spec: LinearSpec, config: Gemm16Co
         turn = next(_turns)
         room = torch.empty(blocks * config.rows * config.tokens, dtype=torch.float32, device=x.device)
     sizes = (len(x), spec.rows, packed.chunks, rounds, turn)
-    box, words = config.rows // TILE_ROWS, 32 * spec.scheme.bits  # of 16 rows and 64 columns
+    box, words = config.rows // TILE_ROWS // (2 if gated else 1), 32 * spec.scheme.bits  # of 16 rows and 64 columns
     columns = config.ring(spec).columns
     maps = product_maps(x, packed, spec, tokens=config.tokens, tiles=box, code_words=words, step_columns=columns)
-    kernel(x.device, packed, spec, config).launch(
+    kernel(x.device, packed, spec, config, gated=gated).launch(
         (max(1, config.split), blocks, 1),
         config.threads,
         (packed.scales, packed.zeros, out, room, *sizes, maps),

@@ -152,6 +152,8 @@ def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
     choice = choose(spec, tokens, packed[0].device) if tokens else None
     if isinstance(choice, StreamConfig):
         return stream.gates(spec, tokens, choice)
+    if isinstance(choice, Gemm16Config):
+        return gemm16.gates(spec)
     return isinstance(choice, SkinnyConfig) and skinny.gates(spec, tokens, choice)
 
 
@@ -163,6 +165,8 @@ def apply_gated(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     out = torch.empty(len(x), spec.rows // 2, dtype=spec.dtype, device=x.device)
     if isinstance(choice, StreamConfig):
         stream.multiply(x, weight, spec, choice, out, gated=True)
+    elif isinstance(choice, Gemm16Config):
+        gemm16.multiply(x, weight, spec, choice, out, gated=True)
     else:
         assert isinstance(choice, SkinnyConfig)
         skinny.multiply(x, None, weight, spec, choice, out, gated=True)

@@ -46,7 +46,8 @@ def job_of(
     elif isinstance(choice, GemmConfig):
         file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice)
     elif isinstance(choice, Gemm16Config):
-        file, macros = "gemm16.cu", gemm16.macros(spec, scale_dtype, choice)
+        gated = gated and gemm16.gates(spec)
+        file, macros = "gemm16.cu", gemm16.macros(spec, scale_dtype, choice, gated=gated)
     else:
         return None
     return file, tuple(sorted(macros.items()))

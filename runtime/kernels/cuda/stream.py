@@ -17,7 +17,6 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 16
 _CODE_WORDS = 256  # 32-bit, of a tile in one copy
-_GATED_TOKENS = 8  # as in skinny.gates
 # Of an SM:
 _SHARED_BYTES = 228 * 1024
 _SYSTEM_BYTES = 1024  # of them, for each block
@@ -91,7 +90,7 @@ def candidates(spec: LinearSpec, tokens: int) -> list[StreamConfig]:
 def gates(spec: LinearSpec, tokens: int, config: StreamConfig) -> bool:
     """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other (skinny.gates)."""
     whole = spec.rows % (2 * TILE_ROWS) == 0 and config.tiles > 1
-    return whole and tokens <= _GATED_TOKENS and config.paired.resident(spec, tokens, gated=True) > 0
+    return whole and tokens <= MAX_TOKENS and config.paired.resident(spec, tokens, gated=True) > 0
 
 
 def macros(

@@ -155,7 +155,7 @@ def for_more(spec: LinearSpec, tokens: int, config: Gemm16Config, num_sms: int) 
 
 
 def gates(spec: LinearSpec) -> bool:
-    """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other: whole tiles each."""
+    """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other, in whole tiles."""
     return spec.rows % (2 * TILE_ROWS) == 0
 
 

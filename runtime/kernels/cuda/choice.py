@@ -28,8 +28,8 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
-MORE_BUCKETS = (512, 1024, 2048)
-"""Further ones of products with 16-bit activations."""
+BUCKETS_16_BIT = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Those of products with 16-bit activations."""
 
 Choice = SkinnyConfig | StreamConfig | WideConfig | GemmConfig | Gemm16Config | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
@@ -45,7 +45,7 @@ _KINDS = {
 
 def buckets_of(spec: LinearSpec) -> tuple[int, ...]:
     """The buckets of such a product."""
-    return BUCKETS if spec.scheme.act_bits else BUCKETS + MORE_BUCKETS
+    return BUCKETS if spec.scheme.act_bits else BUCKETS_16_BIT
 
 
 def bucket_of(spec: LinearSpec, tokens: int) -> int | None:

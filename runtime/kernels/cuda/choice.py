@@ -28,8 +28,8 @@ from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
-BUCKETS_16_BIT = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Those of products with 16-bit activations."""
+BUCKETS_16_BIT = (1, 8, 16, 32, 64, 96, 128, *range(160, 2049, 32))
+"""Those of products with 16-bit activations: from 128 on what lies between measured ones is left to the estimate."""
 
 Choice = SkinnyConfig | StreamConfig | WideConfig | GemmConfig | Gemm16Config | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""

@@ -26,7 +26,7 @@ from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
-BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+BUCKETS = (1, 8, 16, 32, 64, 128)
 """Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
 BUCKETS_16_BIT = (1, 8, 16, 32, 64, 96, 128, *range(160, 2049, 32))
 """Those of products with 16-bit activations: from 128 on what lies between measured ones is left to the estimate."""

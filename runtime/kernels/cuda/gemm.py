@@ -6,7 +6,7 @@ the sums in float32. The progressive one (GemmConfig.progressive; progressive gr
 the row. It takes two thirds of the time, and adds to each weight an error of at most half such a step. On the default
 model's 210 layers that costs 0.5 to 1.0 % of the result (medians by kind), in each layer less than rounding the
 activations to int8 does (1.4 to 6.5 %), where rounding the weights to int4 costs 8 to 18 %. `pick`, and with it every
-product of more than 256 tokens, takes the progressive way.
+product of more than 128 tokens, takes the progressive way.
 """
 
 from __future__ import annotations

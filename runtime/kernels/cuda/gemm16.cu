@@ -249,10 +249,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
       while (take())
         for (int group = 0; group < CW && share.begin > 0; group++) {
           meet_stores(group);
-          if (lane == 0) {
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
-            store_release(&sums_are_left[turn][blockIdx.y][group], 1);
-          }
+          if (lane == 0) store_release(&sums_are_left[turn][blockIdx.y][group], 1);
           __syncwarp();
         }
 #endif
@@ -260,7 +257,7 @@ gemm16(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, float4* P,
   }
 
   MORE_REGISTERS
-  const int g = lane >> 2, t = lane & 3, warpgroup = warp >> 2;
+  [[maybe_unused]] const int g = lane >> 2, t = lane & 3, warpgroup = warp >> 2;
   // Two warps of a warpgroup have tiles of gate, the other two the same of up: which tile of its side, which of the block.
   const int side = GATED ? warp >> 1 & 1 : 0, place = GATED ? 2 * warpgroup + (warp & 1) : warp;
   const int slot = side * (TILES / 2) + place;

@@ -76,8 +76,8 @@ class Gemm16Config:
 
     @property
     def _out_bytes(self) -> int:
-        """Of results on their way to memory: of 32 or 64 tokens at a time."""
-        together = 32 if self.tokens == 256 else min(64, self.tokens)
+        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS)."""
+        together = 16 if self.tokens == 16 else 64 if self.tokens in (64, 128, 192) else 32
         return self.warpgroups * together * 128 if self.split <= 1 else 0
 
     def ring(self, spec: LinearSpec) -> Ring:

@@ -160,16 +160,17 @@ def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
 def apply_gated(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     """silu(gate) * up [M, rows / 2] of x [M, cols], for which `gates` holds."""
     weight = PackedWeight(*packed)
-    x = arrange_activations(x, weight)
     choice = choose(spec, len(x), x.device)
     out = torch.empty(len(x), spec.rows // 2, dtype=spec.dtype, device=x.device)
-    if isinstance(choice, StreamConfig):
-        stream.multiply(x, weight, spec, choice, out, gated=True)
-    elif isinstance(choice, Gemm16Config):
-        gemm16.multiply(x, weight, spec, choice, out, gated=True)
-    else:
-        assert isinstance(choice, SkinnyConfig)
-        skinny.multiply(x, None, weight, spec, choice, out, gated=True)
+    with torch.cuda.device(x.device):
+        x = arrange_activations(x, weight)
+        if isinstance(choice, StreamConfig):
+            stream.multiply(x, weight, spec, choice, out, gated=True)
+        elif isinstance(choice, Gemm16Config):
+            gemm16.multiply(x, weight, spec, choice, out, gated=True)
+        else:
+            assert isinstance(choice, SkinnyConfig)
+            skinny.multiply(x, None, weight, spec, choice, out, gated=True)
     return out
 
 

@@ -25,7 +25,7 @@ from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
 from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
 from qtool.runtime.kernels.cuda.precompile import compile_job, job_of
-from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows
+from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.timing import calls_of, copies, graph_microseconds, in_turns, settling
@@ -197,16 +197,17 @@ def product(
         return lambda i: stream.multiply(x, rounds[i % count], spec, choice, out)
     if isinstance(choice, Gemm16Config):
         return lambda i: gemm16.multiply(x, rounds[i % count], spec, choice, out)
-    if isinstance(choice, WideConfig):
+    if isinstance(choice, WideConfig) and wide.supports(rounds[0], spec):
         ready = quantize_rows(x, choice.tokens)
         return lambda i: wide.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
-    if isinstance(choice, GemmConfig):
+    if isinstance(choice, GemmConfig) and gemm.supports(rounds[0], spec):
         ready = quantize_rows(x, choice.tokens)
         return lambda i: gemm.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
     if multiplies_int8(rounds[0], spec):
         plain = quantize_rows(x, ROW_MAJOR)
         return lambda i: int8_product(plain, rounds[i % count], spec, out)
-    return lambda i: dequantize.multiply(x, rounds[i % count], spec, out)
+    rounded = round_rows(x) if spec.scheme.act_bits else x
+    return lambda i: dequantize.multiply(rounded, rounds[i % count], spec, out)
 
 
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:

@@ -165,6 +165,7 @@ def test_the_tile_fills_the_device() -> None:
     assert gemm.pick(w8a8, 1024, 132) == GemmConfig(256)  # 128 tiles, one round; smaller ones take two or more
     assert gemm.pick(w8a8, 512, 132) == GemmConfig(128)  # again one round of 128
     assert gemm.pick(w4a8, 1024, 132) == GemmConfig(256, progressive=True)
+    assert gemm.pick(w4a8, 256, 132) == GemmConfig(64)  # one round, and nothing rounded anew
     assert gemm.pick(grouped, 2048, 132) == GemmConfig(128)  # the most that its sums leave room for
 
 

@@ -28,7 +28,7 @@ _TILE_US = 1.3  # its beginning and its end
 _CLUSTER_US = 1.2  # until a cluster has its sums
 _SHARE_US, _SHARE = 4.4, 1.05  # of tiles: sums that pass through memory; blocks at different columns meet less in L2
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
-_LAUNCHES = 64  # that share tiles and may be under way at once; a captured launch keeps its turn
+_LAUNCHES = 64  # of one stream that share tiles and may be under way at once; a captured launch keeps its turn
 _turns = itertools.cycle(range(_LAUNCHES))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,7 +86,10 @@ def command(
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model over the OpenAI API: completions, chat, streaming, /health and /metrics."""
+    """Serve a model over the OpenAI API: completions, chat, streaming, /health and /metrics.
+
+    Exit status: 0 stopped by SIGTERM, 130 by Ctrl-C, 3 error, or the engine is lost.
+    """
     if api_key == "":
         raise QtoolError("--api-key is empty; give a key, or leave the option out for an open server")
     if not 0 < drain_s < float("inf"):
@@ -113,6 +117,7 @@ def command(
         scheduling_policy=scheduling_policy,
         deterministic=deterministic,
     )
+    signal.signal(signal.SIGTERM, _leave)
     from qtool.runtime.server.launch import bind, run, url_of
 
     listener = bind(host, port)
@@ -134,10 +139,17 @@ def command(
                 seconds = time.monotonic() - began
                 typer.echo(f"ready: {name} at {url_of(listener)}/v1 (after {seconds:.1f} s; Ctrl-C ends)", err=True)
 
-        run(app, listener, drain_s=drain_s, on_ready=on_ready, engine=engine)
+        ended_by = run(app, listener, drain_s=drain_s, on_ready=on_ready, engine=engine)
     finally:
         listener.close()
+    if ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
     reporter.say("stopped")
+
+
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM before the server listens: whoever looks after it wanted its end, and got it."""
+    raise SystemExit(0)
 
 
 def _engine_inside(

@@ -7,6 +7,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -50,7 +51,11 @@ def url_of(listener: socket.socket) -> str:
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
     """Says when it listens, and ends the engine when the drain has taken too long: every client then gets an error.
-    Once the engine is lost it drains by itself."""
+    Once the engine is lost it drains by itself.
+
+    Attributes:
+        ended_by: the first signal that it was sent.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         self._on_ready = on_ready
         self._drain_s = drain_s
         self._engine = engine
+        self.ended_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended_by = self.ended_by or sig
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._engine.lost is not None
@@ -91,8 +101,9 @@ def run(
     on_ready: Callable[[], None],
     drain_s: float,
     engine: EngineClient,
-) -> None:
-    """Serve until SIGINT or SIGTERM; then take no more, finish what runs for up to `drain_s` seconds, and return.
+) -> int | None:
+    """Serve until SIGINT or SIGTERM; then take no more, finish what runs for up to `drain_s` seconds, and return the
+    signal.
 
     What still runs by then is answered with an error, the engine being stopped. A second Ctrl-C ends the wait.
 
@@ -103,12 +114,15 @@ def run(
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, lifespan="on"
     )
-    # uvicorn raises a signal again after its shutdown, for whoever had a handler before: a drained stop is a success
+    server = _Server(config, on_ready, drain_s, engine)
+    # uvicorn has handlers of its own while it runs, and raises a signal again after its shutdown for whoever had one
+    # before: this one changes nothing by then, and obeys a signal that comes a moment too early for uvicorn's
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, server.handle_exit)
     try:
-        _Server(config, on_ready, drain_s, engine).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
     if engine.lost is not None:
         raise QtoolError(str(engine.lost))
+    return server.ended_by

@@ -52,7 +52,7 @@ def test_requests_longer_than_the_drain_get_an_error(make_engine: Callable[..., 
         for thread in threads:
             thread.start()
 
-    run(app, listener, on_ready=on_ready, drain_s=0.5, engine=client)
+    assert run(app, listener, on_ready=on_ready, drain_s=0.5, engine=client) == signal.SIGTERM
     for thread in threads:
         thread.join(timeout=30)
     assert whole[0].status_code == 500

@@ -280,12 +280,18 @@ def _bounds(sensitivity: Sensitivity, limits: Limits, sizes: Table) -> list[_Bou
     return bounds
 
 
+_ROUNDING = (
+    2.0**-50
+)  # of a product of floats, generously: 1e6 times 0.000123 is a little above 123, times 0.000249 below 249
+
+
 def _nanoseconds(milliseconds: float) -> int:
-    return math.ceil(1e6 * milliseconds)
+    """No less than it is."""
+    return math.ceil(1e6 * milliseconds * (1 - _ROUNDING))
 
 
 def _latency_bound(milliseconds: float, times: Table) -> _Bound:
-    limit = math.floor(1e6 * milliseconds)
+    limit = math.floor(1e6 * milliseconds * (1 + _ROUNDING))
     return _Bound("--max-latency-ms", milliseconds, times, limit, lambda ns: f"{math.ceil(ns / 1e2) / 1e4:g} ms")
 
 

@@ -136,6 +136,16 @@ def test_equals_brute_force_under_max_latency(problem: tuple[Sensitivity, float]
     assert got.damage == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
+def test_a_limit_of_just_what_the_least_takes_is_kept() -> None:
+    """Whole nanoseconds, whatever a product of floats makes of them: 1e6 * 0.000123 > 123, 1e6 * 0.000249 < 249."""
+    sensitivity = make([{"w8": 0.0, "w4g128": 1.0}] * 2, [(8, 128)] * 2)
+    for nanoseconds in (123, 246, 249, 251):
+        of_group = {"w8": 1.0, "w4g128": nanoseconds / 1e6}
+        latency = {g.name: dict(of_group) for g in sensitivity.groups}
+        got = allocate(sensitivity, Limits(max_latency_ms=2 * nanoseconds / 1e6), latency=latency)
+        assert got.damage == 2.0
+
+
 @settings(max_examples=30, deadline=None)
 @given(problems())
 def test_equals_brute_force_under_max_kl(problem: tuple[Sensitivity, float]) -> None:

@@ -280,9 +280,8 @@ def _bounds(sensitivity: Sensitivity, limits: Limits, sizes: Table) -> list[_Bou
     return bounds
 
 
-_ROUNDING = (
-    2.0**-50
-)  # of a product of floats, generously: 1e6 times 0.000123 is a little above 123, times 0.000249 below 249
+# Of a product of floats, generously: 1e6 times 0.000123 is a little above 123, times 0.000249 a little below 249.
+_ROUNDING = 2.0**-50
 
 
 def _nanoseconds(milliseconds: float) -> int:

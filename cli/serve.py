@@ -77,6 +77,14 @@ def command(
             "0: never. Well above what --max-num-batched-tokens of a prompt take.",
         ),
     ] = 600.0,
+    start_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--start-timeout-s",
+            help="An engine that gets no further for so many seconds while it loads, compiles or captures hangs, and "
+            "is ended; 0: never. Not with --in-process.",
+        ),
+    ] = 1800.0,
     metrics_prefix: Annotated[
         str, typer.Option("--metrics-prefix", help="In front of metric names: `vllm:` suits dashboards made for vLLM.")
     ] = "qtool_",
@@ -94,8 +102,9 @@ def command(
         raise QtoolError("--api-key is empty; give a key, or leave the option out for an open server")
     if not 0 < drain_s < float("inf"):
         raise QtoolError(f"--drain-s must be seconds above 0, got {drain_s}")
-    if not 0 <= step_timeout_s < float("inf"):
-        raise QtoolError(f"--step-timeout-s must be seconds, or 0 for none, got {step_timeout_s}")
+    for option, seconds in (("--step-timeout-s", step_timeout_s), ("--start-timeout-s", start_timeout_s)):
+        if not 0 <= seconds < float("inf"):
+            raise QtoolError(f"{option} must be seconds, or 0 for none, got {seconds}")
     if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", metrics_prefix):
         raise QtoolError(f"--metrics-prefix must be letters, digits, _ and :, got {metrics_prefix!r}")
     arguments = engine_args(
@@ -124,8 +133,10 @@ def command(
     reporter = Reporter(quiet)
     began = time.monotonic()
     try:
-        start = _engine_inside if in_process else _engine_outside
-        engine, memory = start(model, arguments, step_timeout_s)
+        if in_process:
+            engine, memory = _engine_inside(model, arguments, step_timeout_s)
+        else:
+            engine, memory = _engine_outside(model, arguments, step_timeout_s, start_timeout_s)
         for line in memory.lines():
             reporter.say(line)
 
@@ -166,7 +177,7 @@ def _engine_inside(
 
 
 def _engine_outside(
-    model: str, arguments: Mapping[str, Any], step_timeout_s: float
+    model: str, arguments: Mapping[str, Any], step_timeout_s: float, start_timeout_s: float
 ) -> tuple[EngineClient, MemoryBudget]:
     """The engine in a process of its own, which loads the model while this one gets ready."""
     from qtool.quant.hub import resolve_model
@@ -174,7 +185,7 @@ def _engine_outside(
     from qtool.runtime.server.engine_process import EngineProcess
 
     folder = resolve_model(model)
-    spec = EngineSpec(model, arguments, logging.getLogger("qtool").getEffectiveLevel())
+    spec = EngineSpec(model, arguments, logging.getLogger("qtool").getEffectiveLevel(), start_timeout_s)
     process = EngineProcess(spec)
     try:
         from qtool.runtime.server.remote_engine import RemoteEngine

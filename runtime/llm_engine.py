@@ -182,7 +182,9 @@ class LLMEngine:
             max_num_batched_tokens,
             swap_space,
         )
-        plan = plan_memory(decoder, memory, wishes, limit=limit, weights=memory.used() - before, draft=draft)
+        plan = plan_memory(
+            decoder, memory, wishes, limit=limit, weights=memory.used() - before, draft=draft, progress=progress
+        )
         blocks, wanted = plan.num_blocks, plan.max_model_len
         self.memory = plan.budget
         if decoder.kv_mode != "float":
@@ -198,7 +200,7 @@ class LLMEngine:
         if plan.swap_blocks and preemption_mode != "recompute" and not static_batching:
             costs = self.runner.open_swap_space(plan.swap_blocks, plan.prefill_s)
             swap = SwapSpace(plan.swap_blocks, costs, preemption_mode)
-        self.runner.prepare(max_num_seqs, wanted, max_num_batched_tokens)
+        self.runner.prepare(max_num_seqs, wanted, max_num_batched_tokens, progress=progress)
         self._core = EngineCore(
             replace(scheduling, max_model_len=wanted),
             KVCacheManager(blocks, block_size, prefix_caching=prefix_caching),

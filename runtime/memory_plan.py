@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from qtool.quant.errors import QtoolError
+from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.executor.device_memory import (
     AnyMemory,
     HostMemory,
@@ -78,6 +79,7 @@ def plan_memory(
     limit: int,
     weights: int,
     draft: Decoder | None = None,
+    progress: ProgressFn = silent,
 ) -> MemoryPlan:
     """Measure or estimate what a step takes, and give the rest to the KV cache.
 
@@ -97,6 +99,7 @@ def plan_memory(
         activations = estimated_activations(decoder, wishes.max_num_seqs, wishes.max_num_batched_tokens)
         left = _cpu_cache(memory.free(), each, wishes)
     else:
+        progress("measuring memory", 0, 1)
         activations, prefill_s = profile_step(
             memory,
             decoder,
@@ -116,6 +119,7 @@ def plan_memory(
             )
             for model in models
         )
+        progress("measuring memory", 1, 1)
         if wishes.kv_cache_memory is not None:
             limit = max(limit, min(memory.total(), weights + memory.free()))
         left = kv_bytes_left(

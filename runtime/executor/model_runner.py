@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from qtool.quant.progress import ProgressFn, silent
 from qtool.runtime.engine.params import NOT_FINITE, SamplingParams, TokenLogprobs
 from qtool.runtime.engine.request import Request, ScheduledRequest, StepResult
 from qtool.runtime.engine.swap import BlockCopy, SwapCosts
@@ -123,6 +124,7 @@ class ModelRunner:
         *,
         sizes: Sequence[int] | None = None,
         prompt_sizes: Sequence[int] | None = None,
+        progress: ProgressFn = silent,
     ) -> None:
         """Make room for steps of up to `max_num_seqs` sequences and `max_num_batched_tokens` tokens and, where the
         device has CUDA graphs, capture them.
@@ -138,7 +140,10 @@ class ModelRunner:
 
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         with torch.cuda.device(self.device):
+            progress("compiling kernels", 0, 1)
             precompile(self.model.linears, {id(layer.gate_up) for layer in self.model.layers}, self.device)
+            progress("compiling kernels", 1, 1)
+            progress("capturing CUDA graphs", 0, 2)
             self.graphs = DecodeGraphs(
                 self.model,
                 self.caches,
@@ -148,8 +153,10 @@ class ModelRunner:
                 max_blocks=-(-max_model_len // self.block_size),
                 sizes=sizes,
             )
+            progress("capturing CUDA graphs", 1, 2)
             counts = token_counts(max_num_batched_tokens) if prompt_sizes is None else prompt_sizes
             self.prompt_graphs = PromptGraphs(self.model, self.caches, self.ops, counts) if counts else None
+            progress("capturing CUDA graphs", 2, 2)
         self._rehearse(max_num_seqs)
 
     def _rehearse(self, max_num_seqs: int) -> None:

@@ -45,6 +45,7 @@ from qtool.runtime.server.messages import (
     Refused,
     Report,
     Shutdown,
+    Starting,
     StepDone,
     StopOutputs,
     decode_command,
@@ -66,11 +67,14 @@ class EngineSpec:
     Attributes:
         model, arguments: LLMEngine's.
         log_level: of qtool's own log.
+        start_timeout_s: an engine that gets no further for so long before it is ready hangs, and is ended; 0: it may
+            take as long as it likes.
     """
 
     model: str
     arguments: Mapping[str, Any]
     log_level: int = logging.WARNING
+    start_timeout_s: float = 0.0
 
 
 def command_address(folder: str) -> str:
@@ -245,11 +249,15 @@ def run_engine_process(spec: EngineSpec, folder: str) -> None:
 
 
 def _load_and_run(spec: EngineSpec, commands: zmq.Socket[bytes], outbox: Outbox) -> None:
+    def progress(what: str, done: int, total: int) -> None:
+        outbox.send(Starting(what, done, total))
+
     try:
         from qtool.runtime.llm_engine import LLMEngine
         from qtool.runtime.warm_up import warm_up
 
-        engine = LLMEngine(spec.model, **spec.arguments)
+        engine = LLMEngine(spec.model, progress=progress, **spec.arguments)
+        progress("first steps", 0, 1)
         warm_up(engine)
     except BaseException:
         commands.close()

@@ -9,6 +9,7 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -16,6 +17,7 @@ from multiprocessing.connection import wait
 import zmq
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.server.engine_client import LONGEST_TICK_S, HangClock
 from qtool.runtime.server.engine_main import (
     STOP_SIGNALS,
     EngineSpec,
@@ -31,6 +33,7 @@ from qtool.runtime.server.messages import (
     Refused,
     Report,
     Shutdown,
+    Starting,
     decode_report,
     encode,
 )
@@ -65,6 +68,8 @@ class EngineProcess:
             self._let_go()
             raise
         self._process = process
+        self._start_timeout_s = spec.start_timeout_s
+        self._stage = Starting("starting its process", 0, 1)
         self._last_words: str | None = None
         atexit.register(self.close)
 
@@ -89,13 +94,16 @@ class EngineProcess:
         """Wait until the model is loaded; what the engine logs meanwhile is logged here.
 
         Raises:
-            QtoolError: the model is refused, or the process ended.
+            QtoolError: the model is refused, the process ended, or it hangs.
         """
         poller = zmq.Poller()
         poller.register(self.reports, zmq.POLLIN)
         poller.register(self.sentinel, zmq.POLLIN | zmq.POLLERR)
-        while True:
-            ended = self.sentinel in dict(poller.poll())
+        limit_s = self._start_timeout_s or math.inf
+        tick_s = min(LONGEST_TICK_S, limit_s / 10)
+        clock = HangClock(tick_s)
+        while clock.look(time.monotonic(), self._stage) < limit_s:
+            ended = self.sentinel in dict(poller.poll(math.ceil(1000 * tick_s)))
             for report in self.last_reports() if ended else self.pending():
                 if isinstance(report, Ready):
                     return report
@@ -103,6 +111,10 @@ class EngineProcess:
                 raise QtoolError(self.how_it_ended())
             if ended:
                 raise QtoolError(f"the engine's process ended while it started: {self.how_it_ended()}")
+        raise QtoolError(
+            f"the engine hangs while it starts: it got no further in {limit_s:g} s ({_in_words(self._stage)}); see "
+            "whether the disk and the device answer, or raise --start-timeout-s where they are only slow"
+        )
 
     def last_reports(self) -> Iterator[Report]:
         """What is left of a process that has ended."""
@@ -127,6 +139,8 @@ class EngineProcess:
         report = decode_report(data)
         if isinstance(report, LogLine):
             logging.getLogger(report.logger).log(report.level, "%s", report.text)
+        elif isinstance(report, Starting):
+            self._stage = report
         elif isinstance(report, Refused):
             self._last_words = report.message
         elif isinstance(report, Crashed):
@@ -175,6 +189,10 @@ class EngineProcess:
     def _let_go(self) -> None:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _in_words(stage: Starting) -> str:
+    return stage.what if stage.total == 1 else f"{stage.what}: {stage.done} of {stage.total} done"
 
 
 @contextmanager

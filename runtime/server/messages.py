@@ -72,6 +72,14 @@ class Shutdown(_Message, frozen=True):
     """End after the present step."""
 
 
+class Starting(_Message, frozen=True):
+    """How far the engine is before it is ready; as ProgressFn's arguments."""
+
+    what: str
+    done: int
+    total: int
+
+
 class Ready(_Message, frozen=True):
     """The model is loaded and has run.
 
@@ -129,7 +137,7 @@ class Crashed(_Message, frozen=True):
 
 
 Command = AddRequests | Abort | StopOutputs | CheckForm | AskStats | Shutdown
-Report = Ready | Refused | StepDone | Answer | LogLine | Crashed
+Report = Starting | Ready | Refused | StepDone | Answer | LogLine | Crashed
 
 
 def _plain(value: object) -> object:

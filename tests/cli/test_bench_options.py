@@ -111,6 +111,7 @@ def test_serve_refuses_before_loading() -> None:
         ({"drain_s": float("nan")}, "--drain-s"),
         ({"step_timeout_s": -1.0}, "--step-timeout-s"),
         ({"step_timeout_s": float("nan")}, "--step-timeout-s"),
+        ({"start_timeout_s": float("inf")}, "--start-timeout-s"),
         ({"metrics_prefix": "my metrics "}, "--metrics-prefix"),
         ({"host": ".."}, "--host"),
         ({"port": -1}, "--port"),

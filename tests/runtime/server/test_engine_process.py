@@ -319,6 +319,64 @@ def test_a_process_killed_while_it_loads_is_told_so(folder: Path) -> None:
         process.close()
 
 
+def test_an_engine_that_hangs_while_it_starts_is_given_up(folder: Path) -> None:
+    import zmq
+
+    from qtool.quant.errors import QtoolError
+    from qtool.runtime.server.engine_main import EngineSpec, report_address
+    from qtool.runtime.server.engine_process import EngineProcess
+    from qtool.runtime.server.messages import Starting, encode
+
+    process = EngineProcess(EngineSpec(str(folder), {}, start_timeout_s=2.0))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine = psutil.Process(process.pid)
+    try:
+        engine.suspend()
+        with pytest.raises(QtoolError, match=r"no further in 2 s \(starting its process\).*--start-timeout-s"):
+            process.wait_ready()
+        outbox = context.socket(zmq.PUSH)  # from now on the test speaks in its name
+        outbox.connect(report_address(process._folder))
+
+        def advance() -> None:
+            for layer in range(1, 9):
+                outbox.send(encode(Starting("loading", layer, 30)))
+                time.sleep(0.5)
+
+        thread = threading.Thread(target=advance)
+        began = time.monotonic()
+        thread.start()
+        with pytest.raises(QtoolError, match="loading: 8 of 30 done"):
+            process.wait_ready()
+        assert time.monotonic() - began > 5  # 3.5 s in which it moved did not count
+        thread.join()
+    finally:
+        context.destroy(linger=0)
+        process.close()
+    assert not engine.is_running()
+
+
+def test_an_engine_tells_how_far_it_has_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtool.runtime.server import engine_process
+    from qtool.runtime.server.engine_main import EngineSpec
+    from qtool.runtime.server.messages import Report, Starting, decode_report
+
+    heard: list[Report] = []
+
+    def listen(data: bytes) -> Report:
+        heard.append(decode_report(data))
+        return heard[-1]
+
+    monkeypatch.setattr(engine_process, "decode_report", listen)
+    arguments = {"device": "cpu", "kv_cache_memory": 1 << 22}
+    process = engine_process.EngineProcess(EngineSpec(str(folder), arguments, start_timeout_s=100.0))
+    try:
+        process.wait_ready()
+    finally:
+        process.close()
+    told = [report for report in heard if isinstance(report, Starting)]
+    assert told == [Starting("loading", 1, 2), Starting("loading", 2, 2), Starting("first steps", 0, 1)]
+
+
 def test_a_crashed_engine_has_last_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     from qtool.runtime.server.engine_main import EngineSpec
     from qtool.runtime.server.engine_process import EngineProcess

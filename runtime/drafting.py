@@ -68,7 +68,7 @@ def load_draft(
     if device.type == "cpu" and "quantization_config" in config:
         dtype = "auto"
     trained = decoder_config(config).max_position_embeddings
-    length = min(trained, max_model_len or target.config.max_position_embeddings)
+    length = min(trained, max_model_len or len(target.cos))
     return load_model(
         folder, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=length, progress=progress
     )

@@ -35,7 +35,7 @@ from qtool.runtime.executor.model_runner import ModelRunner
 from qtool.runtime.executor.structured_output import GrammarCompiler
 from qtool.runtime.loader import check_head_dtype, check_kv_cache_dtype, load_model
 from qtool.runtime.memory_budget import MemoryBudget as MemoryBudget  # part of this face
-from qtool.runtime.memory_plan import Wishes, memory_limit, plan_memory
+from qtool.runtime.memory_plan import Wishes, memory_limit, most_cache_bytes, plan_memory
 from qtool.runtime.models import decoder_config
 from qtool.runtime.output_processor import OutputProcessor
 from qtool.runtime.tokenizer import eos_token_ids, load_tokenizer
@@ -155,6 +155,7 @@ class LLMEngine:
                 kv_cache_dtype=kv_cache_dtype,
                 head_dtype=head_dtype,
                 max_model_len=length,
+                cache_bytes=most_cache_bytes(memory, limit, kv_cache_memory),
                 progress=progress,
             )
             if draft_folder is not None:
@@ -178,6 +179,7 @@ class LLMEngine:
             gpu_memory_utilization,
             length,
             trained,
+            len(decoder.cos),
             max_num_seqs,
             max_num_batched_tokens,
             swap_space,

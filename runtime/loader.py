@@ -17,7 +17,7 @@ from qtool.quant.numerics import find_grid, quantize
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight, concat_rows
-from qtool.runtime.kernels.kv_cache import KVMode
+from qtool.runtime.kernels.kv_cache import KVMode, kv_bytes_per_token
 from qtool.runtime.models import decoder_config
 from qtool.runtime.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
@@ -216,6 +216,7 @@ def load_model(
     kv_cache_dtype: str = "auto",
     head_dtype: str = "auto",
     max_model_len: int | None = None,
+    cache_bytes: int | None = None,
     progress: ProgressFn = silent,
 ) -> Decoder:
     """Load a checkpoint folder: 16-bit, compressed-tensors, GPTQ or AutoAWQ.
@@ -224,6 +225,8 @@ def load_model(
 
     Args:
         head_dtype: of HEAD_DTYPES. int8: a head in 16 bits is served in int8; an embedding that it shares stays.
+        max_model_len: positions that can be rotated. None: the model's own context.
+        cache_bytes: what its KV cache may take. Positions beyond those that it can hold get no rotation.
 
     Raises:
         QtoolError: unsupported architecture or quantization; a tensor missing, misshapen, or not used (all by name).
@@ -257,6 +260,9 @@ def load_model(
                 f"{raw.get('model_type')} model: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}"
             )
         length = max_model_len or config.max_position_embeddings
+        if cache_bytes is not None:
+            token = kv_bytes_per_token(2 * config.num_kv_heads, config.head_dim, kind, kv_mode)
+            length = min(length, cache_bytes // (config.num_layers * token))
         try:
             cos, sin = rotation_table(raw, config.head_dim, length, kind, device)
         except (RuntimeError, MemoryError):  # torch's allocators raise the former

@@ -30,20 +30,21 @@ CPU_CACHE_PLENTY = 1 << 30  # more than this only where two requests of full len
 @dataclass(frozen=True)
 class Wishes:
     """What was asked for; as LLMEngine's arguments of these names. `max_model_len` None: as much as there is room for,
-    up to `trained`, the model's own context."""
+    up to `trained`, the model's own context, and to the `positions` that the loaded model can rotate."""
 
     block_size: int
     kv_cache_memory: int | None
     gpu_memory_utilization: float | None
     max_model_len: int | None
     trained: int
+    positions: int
     max_num_seqs: int
     max_num_batched_tokens: int
     swap_space: int | None = None
 
     @property
     def length(self) -> int:
-        return self.max_model_len or self.trained
+        return self.max_model_len or min(self.trained, self.positions)
 
     @property
     def blocks_per_request(self) -> int:
@@ -71,6 +72,13 @@ def memory_limit(memory: AnyMemory, utilization: float | None) -> int:
     return engine_limit(memory.total(), memory.free(), utilization)
 
 
+def most_cache_bytes(memory: AnyMemory, limit: int, wanted: int | None) -> int:
+    """Bytes that no KV cache will exceed, to be asked before the model is loaded; `wanted` of kv_cache_memory."""
+    if wanted is not None:
+        return min(wanted, memory.free())
+    return int(limit * CPU_CACHE_SHARE) if isinstance(memory, HostMemory) else limit
+
+
 def plan_memory(
     decoder: Decoder,
     memory: AnyMemory,
@@ -93,6 +101,10 @@ def plan_memory(
     models = [decoder] if draft is None else [decoder, draft]
     each = sum(kv_block_bytes(model, wishes.block_size) for model in models)
     on_cpu = isinstance(memory, HostMemory)
+    option = "kv_cache_memory" if on_cpu or wishes.kv_cache_memory else "gpu_memory_utilization"
+    if wishes.length > wishes.positions:
+        room = wishes.positions // wishes.block_size * wishes.block_size
+        check_length(wishes.length, room, each, wishes.block_size, option=option)
     prefill_s = None
     if isinstance(memory, HostMemory):
         graphs = 0
@@ -147,11 +159,9 @@ def plan_memory(
     blocks = min(left // each, wishes.max_num_seqs * wishes.blocks_per_request)
     room, length = blocks * wishes.block_size, wishes.length
     if wishes.max_model_len is not None:
-        option = "kv_cache_memory" if on_cpu or wishes.kv_cache_memory else "gpu_memory_utilization"
         check_length(length, room, each, wishes.block_size, option=option)
-    elif room < length:
-        log.info("max_model_len is %d instead of %d: the KV cache holds no more", room, length)
-        length = room
+    elif (length := min(room, length)) < wishes.trained:
+        log.info("max_model_len is %d instead of %d: the KV cache holds no more", length, wishes.trained)
     swap_blocks = _swap_space(wishes, on_cpu, blocks * each) // each
     if on_cpu:
         limit = weights + activations + blocks * each

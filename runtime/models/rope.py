@@ -118,6 +118,9 @@ def _yarn(inverse: Tensor, rope: Mapping[str, Any], base: float, head_dim: int, 
     return scaled, float(attention)
 
 
+_POSITIONS_AT_ONCE = 1 << 16  # in float32
+
+
 def rotation_table(
     config: Mapping[str, Any], head_dim: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -126,9 +129,11 @@ def rotation_table(
     rotate(x) = x * cos + roll(x, head_dim / 2) * sin, the first half of `sin` being negated; halves as in Llama.
     """
     inverse, factor = inverse_frequencies(config, head_dim, length)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)  # [length, head_dim / 2]
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return (
-        torch.cat((cos, cos), dim=1).to(device, dtype),
-        torch.cat((-sin, sin), dim=1).to(device, dtype),
-    )
+    cos, sin = torch.empty(2, length, head_dim, dtype=dtype, device=device)
+    for first in range(0, length, _POSITIONS_AT_ONCE):
+        rows = slice(first, min(first + _POSITIONS_AT_ONCE, length))
+        angles = torch.outer(torch.arange(rows.start, rows.stop, dtype=torch.float32), inverse)  # [.., head_dim / 2]
+        c, s = angles.cos() * factor, angles.sin() * factor
+        cos[rows] = torch.cat((c, c), dim=1).to(device, dtype)
+        sin[rows] = torch.cat((-s, s), dim=1).to(device, dtype)
+    return cos, sin

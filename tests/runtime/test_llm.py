@@ -363,11 +363,15 @@ def test_a_damaged_generation_config_is_one_line(tiny_model: Any, tmp_path: Path
         LLM(folder, device="cpu")
 
 
-def test_a_context_beyond_the_memory_is_one_line(tiny_model: Any, tmp_path: Path, llm: LLM) -> None:
+def test_a_context_beyond_the_memory_is_cut_to_the_cache(tiny_model: Any, tmp_path: Path, llm: LLM) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_model(), folder)
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 10**14}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(QtoolError, match=r"no memory for the rotary positions .* set max_model_len"):
-        LLM(folder, device="cpu")
     assert tokens(LLM(folder, device="cpu", max_model_len=64)) == tokens(llm)
+    cut = LLM(folder, device="cpu", kv_cache_memory=1 << 20)  # 2 layers, 2 × 2 heads of 16 float32: 512 bytes a token
+    assert cut.max_model_len == 2048
+    assert tokens(cut) == tokens(llm)
+    for most in (None, 1 << 20):
+        with pytest.raises(QtoolError, match=r"the KV cache holds \d+ tokens, fewer than max_model_len 99999999999"):
+            LLM(folder, device="cpu", max_model_len=99999999999, kv_cache_memory=most)

@@ -13,6 +13,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.engine.params import SamplingParams
 from qtool.runtime.llm import LLM
 from qtool.runtime.models import decoder_config
+from qtool.runtime.models.rope import rotation_table
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -59,6 +60,19 @@ def test_logits_and_tokens_agree_with_transformers(tiny_model: Any, family: str,
             assert (got - want).abs().max() < 1e-4
         outputs = llm.generate(prompts, greedy)
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == wanted
+
+
+def test_a_rotation_turns_by_its_position_wherever_it_stands() -> None:
+    """A long table is made piece by piece: [cos, cos] and [-sin, sin] of position x base^(-2i/dim)."""
+    length, dim = 140_000, 8
+    config = {"max_position_embeddings": length, "rope_theta": 100.0}
+    cos, sin = rotation_table(config, dim, length, torch.float32, torch.device("cpu"))
+    assert cos.shape == sin.shape == (length, dim)
+    for position in (0, 1, 65_535, 65_536, 131_072, length - 1):
+        angles = position * 100.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        tolerance = 1e-6 + position * 2e-7  # float32 frequencies and angles
+        assert (cos[position] - torch.cat((angles.cos(), angles.cos()))).abs().max() < tolerance
+        assert (sin[position] - torch.cat((-angles.sin(), angles.sin()))).abs().max() < tolerance
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:

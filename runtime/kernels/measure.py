@@ -1,11 +1,14 @@
 """How long one decode step spends in each linear, measured on this device by the kernels that serve it, and kept.
 
 `kernel_times` is what planning and `qtool bench kernels` both call: it reads this device's table, measures what is not
-in it yet, and keeps that. A table belongs to one device, thread count, activation dtype and version of qtool and torch.
+in it yet, and keeps that. A table belongs to one device, thread count, activation dtype, version of qtool and torch,
+and to the kernels' sources, which change between two versions, too.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import platform
@@ -31,6 +34,7 @@ from qtool.runtime.kernels.interface import QuantLinear
 from qtool.runtime.models.layers import DenseLinear, LinearFn, make_linear
 
 FORMAT = 1
+_SOURCES = {".py", ".cu", ".cuh", ".json"}
 _COLD_BYTES = {"cpu": 64_000_000, "cuda": 260_000_000}  # of weights that take turns: several times a usual last cache
 _MOST_COPIES = 256
 _ROUNDS = 9  # of which the median is taken
@@ -204,17 +208,28 @@ def table_path(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pat
     return cache_folder() / "latency" / f"{slug}-{str(dtype).removeprefix('torch.')}.json"
 
 
+@functools.cache
+def sources_digest(folder: Path) -> str:
+    """One digest of all sources in `folder`, their names included; taken once, since what has been imported stays."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _SOURCES:
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _facts(device: torch.device) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "device": device_name(device),
         "qtool_version": __version__,
         "torch_version": torch.__version__,
+        "kernels": sources_digest(Path(__file__).parent),
     }
 
 
 def read_times(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[LinearCase, LinearTime]:
-    """This device's table; empty where there is none, a damaged one, or one that another version measured."""
+    """This device's table; empty where there is none, a damaged one, or one of other versions or kernels."""
     try:
         document = read_json(table_path(device, dtype))
         if any(document[key] != value for key, value in _facts(device).items()):

@@ -60,14 +60,30 @@ def test_later_times_replace_earlier_ones_and_keep_the_rest() -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["version", "cut", "negative", "list"])
+@pytest.mark.parametrize("damage", ["version", "kernels", "cut", "negative", "list"])
 def test_a_stale_or_damaged_table_is_none(damage: str) -> None:
     path = save_times([LinearTime(CASES[0], "k", 5.0, 1.0)], CPU)
     text = path.read_text()
     document = json.loads(text)
     if damage == "version":
         document["torch_version"] = "1.0"
+    elif damage == "kernels":
+        document["kernels"] = measure.sources_digest(Path(__file__).parent)
     elif damage == "negative":
         document["times"][0]["microseconds"] = -1.0
     path.write_text(text[:50] if damage == "cut" else "[]" if damage == "list" else json.dumps(document))
     assert read_times(CPU) == {}
+
+
+def test_a_changed_kernel_has_another_digest(tmp_path: Path) -> None:
+    texts = {"a.py": "1", "b.cu": "2", "note.txt": "3"}
+    changes = [{}, {"note.txt": "4"}, {"b.cu": "5"}, {"c.cuh": ""}, {"a.py": "12", "b.cu": ""}]
+    digests = []
+    for number, change in enumerate(changes):
+        folder = tmp_path / str(number) / "cuda"
+        folder.mkdir(parents=True)
+        for name, text in (texts | change).items():
+            (folder / name).write_text(text)
+        digests.append(measure.sources_digest(folder.parent))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4

@@ -8,8 +8,8 @@ and together exceed the L2 cache. cuBLAS and the modes take turns three times, f
 it is timed: what large products reach is a matter of power, and the second to run would find the device hot. Medians.
 All multiply the same layer, normally distributed weights as they are or rounded to nearest, by fresh random
 activations; the relative error is against the float64 product of the dequantized weight (for int8 activations: with the
-activations rounded to int8). "share" is the packed weight's bytes over the time, over the copy
-ceiling. With --json or $OUT, all figures are written as JSON.
+activations rounded to int8). "share" is the packed weight's bytes over the time, over the copy ceiling. With --json or
+$OUT, all figures are written as JSON.
 """
 
 from __future__ import annotations

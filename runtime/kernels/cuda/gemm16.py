@@ -71,7 +71,7 @@ class Gemm16Config:
 
     @property
     def threads(self) -> int:
-        """Of a block: those that multiply, and four warps that copy."""
+        """Of a block: those that multiply, three warps that copy and one that tells of sums left."""
         return 128 * self.warpgroups + 128
 
     @property

@@ -26,18 +26,11 @@ SEED = torch.seed() % (1 << 31)
 CONFIGS = [SkinnyConfig(2, 4), SkinnyConfig(4, 4, prefetch=1), SkinnyConfig(2, 8, 2, prefetch=1, prefetch_x=True)]
 STREAM_CONFIGS = [StreamConfig(2, 4, 1), StreamConfig(5, 2, 2)]
 GEMM16_CUTS = [
-    Gemm16Config(tokens, warpgroups, split)
-    for tokens, warpgroups, split in [
-        (16, 2, 1),
-        (32, 3, 2),
-        (64, 3, 5),
-        (64, 4, 1),
-        (96, 3, 1),
-        (128, 2, 2),
-        (192, 3, 1),
-        (256, 2, 1),
-    ]
-]
+    Gemm16Config(*cut)
+    for cut in (
+        (16, 2, 1), (32, 3, 2), (64, 3, 5), (64, 4, 1), (96, 3, 1), (128, 2, 2), (192, 3, 1), (256, 2, 1),
+    )
+]  # fmt: skip
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SCHEMES = ["w4g128", "w4g32-asym", "w4g128a8", "w8", "w8g64", "w8a8", "w4g64a8-asym"]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from qtool.quant.algorithms.rtn import rtn
 from qtool.quant.scheme import QuantScheme
-from qtool.runtime.kernels.cuda.choice import Choice, bucket_of, buckets_of, choose, encode, save_tuned
+from qtool.runtime.kernels.cuda.choice import Choice, bucket_of, choose, encode, save_tuned
 from qtool.runtime.kernels.cuda.layout import PackedWeight, pack_weight
 from qtool.runtime.kernels.cuda.linear import apply_choice
 from qtool.runtime.kernels.cuda.timing import calls_of, copies, copy_ceiling, graph_microseconds, in_turns, settling
@@ -161,17 +161,15 @@ def tune_all(shapes: list[str], modes: list[str], tokens: list[int], dtype: torc
     device = torch.device("cuda", torch.cuda.current_device())
     specs = {(s, m): spec_of(s, m, dtype) for s in shapes for m in modes}
 
-    def buckets(spec: LinearSpec) -> list[int]:
-        return [b for b in buckets_of(spec) if b in {bucket_of(spec, t) for t in tokens}]
-
+    buckets = sorted({bucket_of(t) for t in tokens})
     start = time.time()
-    jobs = [(spec, b, c) for spec in specs.values() for b in buckets(spec) for c in candidates(spec, b, device)]
+    jobs = [(spec, b, c) for spec in specs.values() for b in buckets for c in candidates(spec, b, device)]
     precompile(jobs, device)
     print(f"compiled for {len(jobs)} candidates in {time.time() - start:.0f} s", flush=True)
     every: list[Row] = []
     for (shape, _), spec in specs.items():
         best: dict[str, Choice] = {}
-        for name, timings in tune(random_weight(spec), spec, buckets(spec)).items():
+        for name, timings in tune(random_weight(spec), spec, buckets).items():
             best[name] = timings[0].choice
             for t in timings:
                 if t.problem is not None:

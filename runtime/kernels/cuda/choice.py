@@ -16,41 +16,27 @@ import torch
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
-from qtool.runtime.kernels.cuda import gemm, gemm16, stream
+from qtool.runtime.kernels.cuda import gemm, stream
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.nvrtc import cache_folder
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
-BUCKETS = (1, 8, 16, 32, 64, 128)
-"""Numbers of tokens for which a choice is made; others take the next larger one. Beyond all of them a rule decides."""
-BUCKETS_16_BIT = (1, 8, 16, 32, 64, 96, 128, *range(160, 2049, 32))
-"""Those of products with 16-bit activations: from 128 on what lies between measured ones is left to the estimate."""
+BUCKETS: tuple[int, ...] = (1, 8, 16, 32, 64, 96, 128, *range(160, 2049, 32))
+"""Numbers of tokens for which a choice is made; others take the next larger one. From 128 on what lies between measured
+ones is left to an estimate; beyond all of them the kernel of the last one serves."""
 
-Choice = SkinnyConfig | StreamConfig | WideConfig | GemmConfig | Gemm16Config | None
+Choice = SkinnyConfig | StreamConfig | GemmConfig | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
 
-_KINDS = {
-    SkinnyConfig: "skinny",
-    StreamConfig: "stream",
-    WideConfig: "wide",
-    GemmConfig: "gemm",
-    Gemm16Config: "gemm16",
-}
+_KINDS = {SkinnyConfig: "skinny", StreamConfig: "stream", GemmConfig: "gemm"}
 
 
-def buckets_of(spec: LinearSpec) -> tuple[int, ...]:
-    """The buckets of such a product."""
-    return BUCKETS if spec.scheme.act_bits else BUCKETS_16_BIT
-
-
-def bucket_of(spec: LinearSpec, tokens: int) -> int | None:
-    """The bucket that serves `tokens`; None beyond the largest."""
-    return next((b for b in buckets_of(spec) if tokens <= b), None)
+def bucket_of(tokens: int) -> int:
+    """The bucket that serves `tokens`; beyond the largest, that."""
+    return next((b for b in BUCKETS if tokens <= b), BUCKETS[-1])
 
 
 def key(spec: LinearSpec, bucket: int) -> str:
@@ -60,10 +46,9 @@ def key(spec: LinearSpec, bucket: int) -> str:
 
 def kin(spec: LinearSpec) -> list[LinearSpec]:
     """Linears whose measurements serve where there are none of `spec` itself, the closest first: of the other type of
-    activations, then, without int8 activations, of the groups that are measured most."""
-    schemes = [spec.scheme]
-    if not spec.scheme.act_bits:
-        schemes.append(QuantScheme(spec.scheme.bits, 128 if spec.scheme.bits == 4 else PER_CHANNEL))
+    activations, then of the groups that are measured most."""
+    bits, act_bits = spec.scheme.bits, spec.scheme.act_bits
+    schemes = (spec.scheme, QuantScheme(bits, 128 if bits == 4 else PER_CHANNEL, act_bits=act_bits))
     other = torch.float16 if spec.dtype == torch.bfloat16 else torch.bfloat16
     return [replace(spec, scheme=scheme, dtype=dtype) for scheme in schemes for dtype in (spec.dtype, other)][1:]
 
@@ -86,12 +71,9 @@ def decode(entry: list[str | int]) -> Choice:
         return SkinnyConfig(tiles, warps, split, prefetch, bool(prefetch_x), min_blocks)
     if kind == "stream" and len(numbers) == 3:
         return StreamConfig(*numbers)
-    if kind == "wide" and len(numbers) == 6:
-        return WideConfig(*numbers)
-    if kind == "gemm" and len(numbers) == 2:
-        return GemmConfig(numbers[0], bool(numbers[1]))
-    if kind == "gemm16" and len(numbers) == 3:
-        return Gemm16Config(*numbers)
+    if kind == "gemm" and len(numbers) == 4:
+        tokens, warpgroups, split, progressive = numbers
+        return GemmConfig(tokens, warpgroups, split, bool(progressive))
     raise QtoolError(f"the kernel table has an entry that is no choice: {entry}")
 
 
@@ -138,25 +120,19 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
 
     Args:
         spec: the linear.
-        bucket: of buckets_of(spec).
+        bucket: of BUCKETS.
         capability: of the device; Hopper (9, 0) has warpgroup tensor cores.
         num_sms: streaming multiprocessors of the device.
     """
-    int8, symmetric = spec.scheme.act_bits is not None, spec.scheme.symmetric
+    int8 = spec.scheme.act_bits is not None
     few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
     per_sm = -(-spec.rows // 16) / num_sms  # 16-row tiles
     if capability == (9, 0) and not int8:
         config = StreamConfig(2, 16) if per_sm < 3 else StreamConfig(2, 8) if per_sm <= 8 else StreamConfig(4, 4)
         if stream.fits(spec, bucket, config):
             return config
-    if capability == (9, 0) and bucket > few and not int8:
-        return gemm16.candidates(spec, bucket, num_sms)[0]
-    if capability == (9, 0) and bucket >= 128:  # from here on gemm.cu was the faster
-        return gemm.pick(spec, bucket, num_sms, exact=True)
-    if bucket > few and capability == (9, 0) and symmetric:
-        blocks = -(-spec.rows // 128)
-        split = next((s for s in (1, 2, 4) if blocks * s >= num_sms), 8)
-        return WideConfig(min(bucket, 64), warpgroups=2, split=split, prefetch=2, min_blocks=2)
+    if capability == (9, 0) and bucket > few and gemm.supports(spec):
+        return gemm.candidates(spec, bucket, num_sms)[0]
     if bucket > 64:
         return None
     if bucket > 16:
@@ -171,29 +147,28 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
 def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
     """The kernel for `tokens` activations on `device`."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    bucket = bucket_of(spec, tokens)
-    if bucket is not None:
-        return _choose(spec, bucket, index)
-    if not _is_hopper(index):
-        return None
-    if spec.scheme.act_bits:
-        return gemm.pick(spec, tokens, num_sms(index))
-    last = _choose(spec, buckets_of(spec)[-1], index)
-    return gemm16.for_more(spec, tokens, last, num_sms(index)) if isinstance(last, Gemm16Config) else last
+    choice = _choose(spec, bucket_of(tokens), index)
+    if tokens > BUCKETS[-1] and isinstance(choice, GemmConfig):
+        return gemm.for_more(spec, tokens, choice, num_sms(index))
+    return choice
 
 
 def serves(choice: Choice, spec: LinearSpec, bucket: int) -> bool:
     """Whether a choice is for such activations and fits: an earlier version may have made it, or it is of kin."""
     if isinstance(choice, StreamConfig):
         return not spec.scheme.act_bits and stream.fits(spec, bucket, choice)
-    if isinstance(choice, Gemm16Config):
-        return not spec.scheme.act_bits and gemm16.fits(spec, choice)
-    return spec.scheme.act_bits is not None or not isinstance(choice, WideConfig | GemmConfig)
+    if isinstance(choice, GemmConfig):
+        return gemm.fits(spec, choice) and (bucket > gemm.EXACT_TOKENS or not choice.progressive)
+    return True
 
 
-@functools.cache
-def _is_hopper(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index) == (9, 0)
+def _read_choice(entry: list[str | int] | None, spec: LinearSpec, bucket: int) -> tuple[Choice] | None:
+    """What a table says, if that serves; None, too, for what an earlier version wrote and this one does not know."""
+    try:
+        choice = decode(entry) if entry else None
+    except (QtoolError, ValueError):
+        return None
+    return (choice,) if entry and serves(choice, spec, bucket) else None
 
 
 @functools.cache
@@ -201,7 +176,7 @@ def _choose(spec: LinearSpec, bucket: int, device_index: int) -> Choice:
     properties = torch.cuda.get_device_properties(device_index)
     table = _table(properties.name)
     for measured in (spec, *kin(spec)):
-        entry = table.get(key(measured, bucket))
-        if entry is not None and serves(choice := decode(entry), spec, bucket):
-            return choice
+        found = _read_choice(table.get(key(measured, bucket)), spec, bucket)
+        if found is not None:
+            return found[0]
     return rule(spec, bucket, (properties.major, properties.minor), properties.multi_processor_count)

@@ -62,7 +62,7 @@ DEVICE uint4 load_activations(const void* p) {
   return r;
 }
 
-// Where a lane's 16 bytes lie among those of its warp, in weights for 16-bit activations (layout.py).
+// Where a lane's 16 bytes lie among those of its warp (layout.py).
 DEVICE int unit_place(int lane) { return lane ^ (lane >> 3); }
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -6,7 +6,7 @@
 #define WARPS 8
 #define LOADS (WEIGHT_BITS / 4)
 
-// The code of row g (row = 0) or g + 8 (1) and column 32 h + 8 t + j of a lane's chunk.
+// The code of row g (row = 0) or g + 8 (1) and column column_at(t, h) + j of a lane's chunk.
 DEVICE int code_at(const uint4 (&q)[LOADS], int row, int h, int j) {
 #if WEIGHT_BITS == 4 && ACT_BITS == 16
   return (word(q[0], j >> 1) >> (4 * (row + 2 * h + 4 * (j & 1)))) & 15;
@@ -15,9 +15,11 @@ DEVICE int code_at(const uint4 (&q)[LOADS], int row, int h, int j) {
 #elif ACT_BITS == 16
   return (word(q[h], j >> 1) >> (8 * (2 * row + (j & 1)))) & 255;
 #else
-  return ((word(q[h], 2 * (j >> 2) + row) >> (8 * (j & 3))) & 255) ^ 128;
+  return ((word(q[row], 2 * h + (j >> 2)) >> (8 * (j & 3))) & 255) ^ 128;
 #endif
 }
+// Where the two runs of 8 columns begin that a lane has (layout.py).
+DEVICE int column_at(int t, int h) { return ACT_BITS == 16 ? 32 * h + 8 * t : 16 * t + 8 * h; }
 
 // W, S, Z as in skinny.cu; Y: [rows, 64 chunks] for the 16-row tiles first_tile .. first_tile + gridDim.y - 1.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -28,14 +30,13 @@ dequantize(const uint4* __restrict__ W, const void* __restrict__ S, const u16* _
   const int tile = first_tile + blockIdx.y, chunk = blockIdx.x * WARPS + (threadIdx.x >> 5);
   pdl_wait();
   if (chunk >= chunks) return;
-  const int place = ACT_BITS == 16 ? unit_place(lane) : lane;
   uint4 q[LOADS];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) q[i] = load_weights(W + ((u64)tile * chunks + chunk) * (LOADS * 32) + i * 32 + place);
+  for (int i = 0; i < LOADS; i++) q[i] = load_weights(W + ((u64)tile * chunks + chunk) * (LOADS * 32) + i * 32 + unit_place(lane));
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #if GROUP
-    const u32 group = (u32)tile * (chunks * 64 / GROUP) + (chunk * 64 + h * 32) / GROUP;
+    const u32 group = (u32)tile * (chunks * 64 / GROUP) + (chunk * 64 + column_at(t, h)) / GROUP;
     const u32 scales = __ldg((const u32*)S + group * 8 + g);
 #else
     const u32 group = tile;
@@ -65,7 +66,7 @@ dequantize(const uint4* __restrict__ W, const void* __restrict__ S, const u16* _
         out[k] = floats_to_acts(scale * (code_at(q, row, h, 2 * k) - zero), scale * (code_at(q, row, h, 2 * k + 1) - zero));
       uint4 v;
       v.x = out[0]; v.y = out[1]; v.z = out[2]; v.w = out[3];
-      *(uint4*)(Y + (u64)(n - first_tile * 16) * chunks * 64 + chunk * 64 + h * 32 + t * 8) = v;
+      *(uint4*)(Y + (u64)(n - first_tile * 16) * chunks * 64 + chunk * 64 + column_at(t, h)) = v;
     }
   }
 }

@@ -202,9 +202,7 @@ def arch_of(device_index: int) -> str:
 
 
 _HEADERS = {  # common.cuh alone for every other file
-    "wide.cu": ("common.cuh", "copies.cuh", "hopper.cuh"),
-    "gemm.cu": ("common.cuh", "copies.cuh", "hopper.cuh"),
-    "gemm16.cu": ("common.cuh", "copies.cuh", "hopper.cuh", "gated.cuh"),
+    "gemm.cu": ("common.cuh", "copies.cuh", "hopper.cuh", "gated.cuh"),
     "flash.cu": ("common.cuh", "copies.cuh", "hopper.cuh", "exp2.cuh"),
     "rotate.cu": ("common.cuh", "rotate.cuh"),
     "decode_attention.cu": ("common.cuh", "rotate.cuh", "exp2.cuh"),

@@ -1,51 +1,119 @@
-// y [M, N] = x [M, K] @ weight.T with int8 activations for hundreds of tokens and more, on Hopper's warpgroup tensor cores:
-// bound by those.
+// y [M, N] = x [M, K] @ weight.T for more than a handful of tokens, with 16-bit or int8 activations, on Hopper.
 //
-// One block a multiprocessor, which takes tiles of 128 rows of the weight and TOKENS tokens in turn. A producer
-// warpgroup brings weights and activations into a ring of STAGES steps of K by bulk copies; two warpgroups of 64 rows each make
-// fragments of the weights in registers (the A operand, as in wide.cu) while the step before multiplies, and wgmma reads
-// the activations from shared memory. Results leave through shared memory, transposed, in whole lines.
+// A thread each of three warps brings steps of COLUMNS columns into a ring of STAGES in shared memory with the tensor copy
+// engine: activations as they lie in memory, codes, group scales with zero points. CW warpgroups of 64 rows of the weight each
+// make fragments of a part of a step in registers (the A operand) while the part before multiplies, and wgmma reads TOKENS
+// tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
 //
-// A step is 128 columns; rows.cuh has put them into the order of the weights' columns. Sums are exact within a scale group,
-// then float32. PROGRESSIVE: every 4-bit weight is brought to its row's largest scale and rounded to 8 bits, so that one sum
-// serves the whole row (progressive group quantization: Lin et al. 2024, arXiv 2405.04532, here with ratios that are not
-// whole numbers).
+// SPLIT blocks of a cluster each take a share of K; partial sums meet in distributed shared memory, without atomics.
+// SPLIT 1: blocks take tiles in turn and share what is left of the last round evenly, step by step (Stream-K, Osama et al.
+// 2023, arXiv 2301.03598); copies are ahead of the products across tiles.
 //
-// Macros: WEIGHT_BITS; ACT_BITS 8; BF16; SCALE_BF16; GROUP; ASYM (WEIGHT_BITS 4 alone) as in skinny.cu; PROGRESSIVE
-//   (WEIGHT_BITS 4 and a GROUP alone); TOKENS 64 | 128 | 256 of a tile; STAGES. After hopper.cuh. The weight has an even
-//   number of chunks.
+// 16-bit activations: group scales multiply the weights in the activations' type, sums are float32. What bounds it: issue slots
+// up to about 64 tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
+//
+// Int8 activations: sums are exact within a scale group, then float32. PROGRESSIVE: every 4-bit weight is brought to its row's
+// largest scale and rounded to 8 bits, so that one exact sum serves the row (progressive group quantization: Lin et al. 2024,
+// arXiv 2405.04532, here with ratios that are not whole numbers).
+//
+// GATED: half of a block's rows are of gate, half the same of up, and it leaves silu(gate) * up.
+//
+// Macros: WEIGHT_BITS; ACT_BITS 16 | 8 (8: 8-bit weights are symmetric); BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu;
+//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT; COLUMNS:
+//   of one or two BOXES; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh and gated.cuh.
 
 #define UNROLL _Pragma("unroll")
-#define LOADS (WEIGHT_BITS / 4)                          // 16-byte loads of a lane for 16 rows of a chunk
-#define CHUNKS 2                                         // of a step
-#define COLUMNS (CHUNKS * 64)
-#define SCALES (!GROUP || GROUP >= COLUMNS ? 1 : COLUMNS / (GROUP ? GROUP : 1))  // scale groups of a step
-#define TILES 8                                          // of 16 rows, one a warp
-#define X_BYTES (TOKENS * 128)                           // of a stage
-#define W_BYTES (CHUNKS * LOADS * 512)                   // of a stage, one tile
-#define STAGE_BYTES (X_BYTES + TILES * W_BYTES)
-#define THREADS 384                                      // two warpgroups that multiply, one that copies
-#define OUT_BYTES (64 * 128)                             // of a warpgroup: 64 tokens of its 64 rows
-#define BY_GROUP (GROUP && !PROGRESSIVE)                 // sums of a scale group apart from those of all
-#if BY_GROUP
+#define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
+#define INT8 (ACT_BITS == 8)
+#define SLICE (INT8 ? 32 : 16)                           // columns of a matrix instruction
+#define BOX (4 * SLICE)                                  // columns of 128 bytes of a token, in which copies come
+#define BOXES (COLUMNS / BOX)                            // of a step
+#define CHUNKS (COLUMNS / 64)                            // of a step
+#define SCALES (GROUP && GROUP < COLUMNS ? COLUMNS / (GROUP ? GROUP : 1) : 1)   // scale groups of a step, at least one
+#define TILES (4 * CW)                                   // of 16 rows, one a warp
+#define ROWS (64 * CW)
+#define SIDES (GATED ? 2 : 1)                            // of a block's tiles: those of gate, the same of up
+#define WIDTH_ROWS (ROWS / SIDES)                        // of the result
+#define THREADS (128 * CW + 128)
+#define COPIES (2 + (GROUP != 0))                        // kinds of them, each brought by a warp
+#define BOX_X (TOKENS * 128)                             // bytes
+#define CHUNK_CODES (TILES * 512 * LOADS)
+#define SCALE_BYTES (GROUP ? TILES * 32 * SCALES : 0)    // of a step
+#define ZERO_BYTES (GROUP && ASYM ? TILES * 16 * SCALES : 0)
+#define ROUND(BYTES) (((BYTES) + 127) / 128 * 128)       // where a copy may begin
+#define ROOM(BYTES) (2 * ROUND(BYTES / 2))               // of a step, where each side's copy may
+#define RING (STAGES * (BOXES * BOX_X + CHUNKS * CHUNK_CODES + ROOM(SCALE_BYTES) + ROOM(ZERO_BYTES)))
+#define SUMS_BY_GROUP (INT8 && GROUP && !PROGRESSIVE)    // sums of a scale group apart from those of all
+// Slices that are made at a time: two boxes where registers have room for them twice and that was faster.
+#define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 && !SUMS_BY_GROUP ? 8 : 4)
+#define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
+#define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
+#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)   // of what fragments hold
+#if SUMS_BY_GROUP
 typedef float Sum;
 #else
 typedef Partial Sum;
 #endif
+#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)   // that leave at a time;
+                                                         // 256 leave no room for results of 64 beside three steps
+#define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
+#define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
 
-// One warp's weights of a step.
-struct Codes { uint4 q[CHUNKS][LOADS]; };
+// Warps that copy give most of their registers to those that multiply: together no more than the kernel starts with.
+#define MORE_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CW == 2 ? 232 : CW == 3 ? 160 : 112));
+#define LESS_REGISTERS asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CW == 2 ? 40 : 32));
 
-// Scales (and zero points) of rows g and g + 8 for a step, as they lie in memory.
-struct Scales {
+DEVICE uint4 load_shared(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+[[maybe_unused]] DEVICE u32 load_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at)); return v; }
+[[maybe_unused]] DEVICE u32 load_pair(u32 at) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at)); return v; }
+// Four matrices of 8 rows of 16 bytes: lane 4 i + v gets word v of row i of each; lane i gives the address of row i % 8 of
+// matrix i / 8.
+DEVICE void load_matrices(u32 at, u32 (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+// Four 8 x 8 matrices of 16-bit numbers, transposed.
+DEVICE void store_transposed(u32 at, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEVICE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// A warpgroup waits for the one before it, which passes on without waiting.
+DEVICE void meet_warpgroups(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 8) : "memory"); }
+DEVICE void pass_warpgroups(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 8) : "memory"); }
+// A warp waits for what a warpgroup has stored, which goes on.
+DEVICE void meet_stores(int group) { asm volatile("bar.sync %0, 160;" ::"r"(group + 12) : "memory"); }
+DEVICE void pass_stores(int group) { asm volatile("bar.arrive %0, 160;" ::"r"(group + 12) : "memory"); }
+// A sum on its way through memory that is meant for floats, and back.
+DEVICE float as_float(float sum) { return sum; }
+[[maybe_unused]] DEVICE float as_float(int sum) { return __int_as_float(sum); }
+[[maybe_unused]] DEVICE void add(float& sum, float v) { sum += v; }
+[[maybe_unused]] DEVICE void add(int& sum, float v) { sum += __float_as_int(v); }
+// Four floats at shared address `address` of block `rank` of this cluster.
+[[maybe_unused]] DEVICE float4 cluster_load4(u32 address, int rank) {
+  u32 remote;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
+  return v;
+}
+
+// One warp's weights of a step: of 64 columns each, words v of the lanes 4 g + t, t < 4, of its rows g and g + 8 (layout.py).
+struct Weights {
+  u32 codes[CHUNKS][LOADS][4];
 #if GROUP
   u32 scale[SCALES];
 #endif
-#if PROGRESSIVE
-  u32 ratio[SCALES][2];                                  // of rows g and g + 8 to the row's unit, twice, in float16
-#endif
 #if ASYM
   u32 zero[SCALES];
+#endif
+#if PROGRESSIVE
+  u32 ratio[SCALES][2];                                  // of rows g and g + 8 to the row's unit, twice, in float16
 #endif
 };
 
@@ -67,29 +135,30 @@ DEVICE void rescale(u32 q, const u32 (&ratio)[2], u32 low, u32 high, u32 (&f)[2]
 DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v)); return r; }
 #endif
 
-// Fragment s of a step: 32 bytes of a token.
-DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[4]) {
-  [[maybe_unused]] const int group = s * SCALES / 4;
+// The i-th SLICE columns of a step.
+#if INT8
+DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
+  [[maybe_unused]] const int n = i >> 1, t = 2 * (i & 1), group = i * SLICE * SCALES / COLUMNS;
 #if WEIGHT_BITS == 8
-  UNROLL for (int k = 0; k < 4; k++) f[k] = word(codes.q[s >> 1][s & 1], k);
+  UNROLL for (int k = 0; k < 4; k++) f[k] = w.codes[n][k & 1][t + (k >> 1)];
 #else
-  const u32 q0 = word(codes.q[s >> 1][0], 2 * (s & 1)), q1 = word(codes.q[s >> 1][0], 2 * (s & 1) + 1);
+  const u32 q0 = w.codes[n][0][t], q1 = w.codes[n][0][t + 1];
 #if PROGRESSIVE
 #if ASYM
-  const u32 z0 = 0x64006400u | (by.zero[group] & 255) * 0x00010001u, z1 = 0x64006400u | (by.zero[group] >> 8) * 0x00010001u;
+  const u32 z0 = 0x64006400u | (w.zero[group] & 255) * 0x00010001u, z1 = 0x64006400u | (w.zero[group] >> 8) * 0x00010001u;
 #else
   const u32 z0 = 0x64086408u, z1 = z0;
 #endif
   const u32 high = half_sub2(0x63806380u, z1);           // -(64 + zero)
   u32 pair[2];
-  rescale(q0, by.ratio[group], z0, high, pair);
+  rescale(q0, w.ratio[group], z0, high, pair);
   f[0] = pair[0];
   f[1] = pair[1];
-  rescale(q1, by.ratio[group], z0, high, pair);
+  rescale(q1, w.ratio[group], z0, high, pair);
   f[2] = pair[0];
   f[3] = pair[1];
 #elif ASYM                                               // code - zero point, byte by byte, none borrows from the next
-  const u32 z0 = (by.zero[group] & 255) * 0x01010101u, z1 = (by.zero[group] >> 8) * 0x01010101u;
+  const u32 z0 = (w.zero[group] & 255) * 0x01010101u, z1 = (w.zero[group] >> 8) * 0x01010101u;
   const u32 u0 = q0 ^ 0x88888888u, u1 = q1 ^ 0x88888888u;
   f[0] = (((u0 & 0x0f0f0f0fu) | 0x80808080u) - z0) ^ 0x80808080u;
   f[1] = (((u0 >> 4 & 0x0f0f0f0fu) | 0x80808080u) - z1) ^ 0x80808080u;
@@ -103,248 +172,464 @@ DEVICE void make_fragment(const Codes& codes, const Scales& by, int s, u32 (&f)[
 #endif
 #endif
 }
+#else
+DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
+  [[maybe_unused]] const int n = i / 4, s = i % 4, t = 2 * (s & 1), group = i * SLICE * SCALES / COLUMNS;
+#if ASYM
+  const ZeroPoint z0 = zero_point(w.zero[group] & 255), z1 = zero_point(w.zero[group] >> 8);
+#else
+  const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
+#endif
+#if WEIGHT_BITS == 4
+  const int shift = 8 * (s >> 1);
+  pairs_to_acts(w.codes[n][0][t] >> shift, w.codes[n][0][t + 1] >> shift, z0, z1, f);
+#else
+  bytes_to_acts(w.codes[n][s >> 1][t], z0, z1, f[0], f[1]);
+  bytes_to_acts(w.codes[n][s >> 1][t + 1], z0, z1, f[2], f[3]);
+#endif
+#if GROUP
+  const u32 s0 = scale_pair(w.scale[group], 0), s1 = scale_pair(w.scale[group], 1);
+  f[0] = mul2(f[0], s0);
+  f[1] = mul2(f[1], s1);
+  f[2] = mul2(f[2], s0);
+  f[3] = mul2(f[3], s1);
+#endif
+}
+#endif
 
-#define CODE_UNIT (WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)
+#if GATED
+// Of two pairs of gate and of up, as silu.cu would.
+DEVICE u32 gated_pair(u32 gate, u32 up) {
+  return floats_to_acts(gated(act_to_float(gate), act_to_float(up)), gated(act_to_float(gate >> 16), act_to_float(up >> 16)));
+}
+#endif
 
-DEVICE uint4 load_shared(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+// Where the tiles left over after `rounds` tiles of every block are cut, counted in steps: the part of `block` begins here.
+DEVICE int part_begins(int block, int all, int tiles, int rounds) {
+  return (int)((long long)max(0, tiles - rounds * (int)gridDim.y) * all * block / (int)gridDim.y);
+}
+
+// Steps [begin, end) of a tile.
+struct Share { int tile, begin, end; };
+
+// The n-th share of this block: a whole tile (all: its steps) in each round, then what its part has of one tile after another.
+// Empty past the last.
+DEVICE Share nth_share(int n, int all, int tiles, int rounds) {
+  const int tile = blockIdx.y + n * gridDim.y;
+  if (n < rounds) return {tile, 0, tile < tiles ? all : 0};
+  const int first = part_begins(blockIdx.y, all, tiles, rounds), last = part_begins(blockIdx.y + 1, all, tiles, rounds);
+  const int left = first / all + n - rounds;             // tile of those left over
+  return {rounds * (int)gridDim.y + left, max(0, first - left * all), min(all, last - left * all)};
+}
+
+DEVICE u32 load_acquire(const u32* p) {
+  u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
+DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+// Another block wrote it: not from L1.
+DEVICE float4 load_partial(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-// Four 8 x 8 matrices of 16-bit numbers, transposed; lane i gives the address of row i % 8 of matrix i / 8.
-DEVICE void store_transposed(u32 at, const u32 (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-DEVICE void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-// W, S, Z as in skinny.cu; X from rows.cuh with float scales XS [M].
+// What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by BOX, as 16-bit words; the weight's codes, scales and zero points
+// as in skinny.cu, a row for every tile of 16, in boxes of TILES / SIDES rows and 64 columns (codes) or SCALES groups. Past the
+// last column all are zeros.
+struct Maps { TensorMap x, codes, scales, zeros; };
+
+#if SPLIT == 1
+// Whether a warpgroup has left its sums, by launch (those of a kernel take turns) and block; zeros after the launch again.
+__device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
+#endif
+
+// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; XS: float [M], of int8 activations. Grid: (SPLIT, tiles) or (1, blocks), all of which run at
+// once. P: room for the sums of every block where tiles are shared, [blocks, CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm(const u8* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS, u16* Y,
-     int M, int N, int chunks) {
+gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16* Y, float4* P, int M, int N, int chunks,
+     int rounds, int turn, const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
-  extern __shared__ __align__(1024) u8 shared[];         // activations of all stages, their weights, results
+  extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int tiles = (N + 15) >> 4, steps = chunks / CHUNKS;
-  const int token_blocks = (M + TOKENS - 1) / TOKENS, blocks = (N + 127) / 128 * token_blocks;
-  const u32 acts = (u32)__cvta_generic_to_shared(shared), weights = acts + STAGES * X_BYTES;
-  const u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be the same in a warp
+  const int rank = SPLIT > 1 ? blockIdx.x : 0;
+  const int width = N / SIDES, token_tiles = (M + TOKENS - 1) / TOKENS;
+  const int tiles = (width + WIDTH_ROWS - 1) / WIDTH_ROWS * token_tiles;
+  const int all = (chunks + CHUNKS - 1) / CHUNKS;        // steps of a tile
+  int number = 0;
+  Share share = {(int)blockIdx.y, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+  auto take = [&]() {                                    // the next share, if there is one
+    if (SPLIT > 1) return number++ == 0;
+    share = nth_share(number++, all, tiles, rounds);
+    return share.begin < share.end;
+  };
+  const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * BOXES * BOX_X;
+  [[maybe_unused]] const u32 scales = codes + STAGES * CHUNKS * CHUNK_CODES, zeros = scales + STAGES * ROOM(SCALE_BYTES);
+  u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+  asm volatile("" : "+r"(full_at), "+r"(empty_at));      // not to be worked out again and again
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full_at + 8 * i, 4);
+      barrier_init(full_at + 8 * i, COPIES);
       barrier_init(empty_at + 8 * i, TILES);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (warp >= TILES && lane == 0 && warp - TILES < 2 + (GROUP != 0) + (GROUP && ASYM)) tensor_prefetch((&maps.x)[warp - TILES]);
   __syncthreads();
-  int stage = 0, phase = 0;                              // of the next step to copy, or to multiply
+  int stage = 0, phase = 0;                              // of the next step to copy, or to fetch
   auto advance = [&]() {
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   };
 
-  if (warp >= TILES) {                                   // four producers, one thread each: a copy takes tens of cycles
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    const int part = warp - TILES;
-    if (lane) return;
-    pdl_wait();
-    for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
-      const int tile = block / token_blocks * TILES + part * 2;
-      const u8* w0 = W + (u64)min(tile, tiles - 1) * steps * W_BYTES;
-      const u8* w1 = W + (u64)min(tile + 1, tiles - 1) * steps * W_BYTES;
-      const u8* x = X + (u64)(block % token_blocks) * steps * X_BYTES + part * (X_BYTES / 4);
-      for (int i = 0; i < steps; i++) {
-        const u32 full_now = full_at + 8 * stage, w_now = weights + (stage * TILES + part * 2) * W_BYTES;
-        barrier_wait(empty_at + 8 * stage, phase ^ 1);
-        barrier_expect(full_now, STAGE_BYTES / 4);
-        bulk_copy(acts + stage * X_BYTES + part * (X_BYTES / 4), x, X_BYTES / 4, full_now);
-        bulk_copy(w_now, w0, W_BYTES, full_now);
-        bulk_copy(w_now + W_BYTES, w1, W_BYTES, full_now);
-        x += X_BYTES;
-        w0 += W_BYTES;
-        w1 += W_BYTES;
-        advance();
+  if (warp >= TILES) {
+    LESS_REGISTERS
+    const int kind = warp - TILES;                       // of what this warp copies
+    if (lane == 0 && kind < COPIES) {
+      if (kind == 0) pdl_wait();                         // the weights are there already
+      while (take()) {
+        const int token = share.tile % token_tiles * TOKENS, row = share.tile / token_tiles * (TILES / SIDES);
+        for (int step = share.begin; step < share.end; step++) {
+          const u32 barrier = full_at + 8 * stage;
+          [[maybe_unused]] const int group = step * COLUMNS / (GROUP ? GROUP : 1) * 8;
+          barrier_wait(empty_at + 8 * stage, phase ^ 1);
+          if (kind == 0) {
+            barrier_expect(barrier, BOXES * BOX_X);
+            UNROLL for (int n = 0; n < BOXES; n++)
+              tensor_copy(acts + (stage * BOXES + n) * BOX_X, maps.x, (step * BOXES + n) * 64, token, barrier);
+          } else if (kind == 1) {
+            barrier_expect(barrier, CHUNKS * CHUNK_CODES);
+            UNROLL for (int n = 0; n < CHUNKS; n++)
+              UNROLL for (int side = 0; side < SIDES; side++)
+                tensor_copy(codes + (stage * CHUNKS + n) * CHUNK_CODES + side * (CHUNK_CODES / 2), maps.codes,
+                            (step * CHUNKS + n) * (LOADS * 128), row + side * (width >> 4), barrier);
+#if GROUP
+          } else {
+            barrier_expect(barrier, SCALE_BYTES + ZERO_BYTES);
+            UNROLL for (int side = 0; side < SIDES; side++) {
+              tensor_copy(scales + stage * ROOM(SCALE_BYTES) + side * ROUND(SCALE_BYTES / 2), maps.scales, group,
+                          row + side * (width >> 4), barrier);
+#if ASYM
+              tensor_copy(zeros + stage * ROOM(ZERO_BYTES) + side * ROUND(ZERO_BYTES / 2), maps.zeros, group,
+                          row + side * (width >> 4), barrier);
+#endif
+            }
+#endif
+          }
+          advance();
+        }
       }
     }
+    __syncwarp();
+    if (SPLIT > 1) {
+      cluster_meet();
+      cluster_meet();
+    }
+#if SPLIT == 1
+    if (kind == 3)                                       // tells of sums that were left when they are in memory
+      while (take())
+        for (int group = 0; group < CW && share.begin > 0; group++) {
+          meet_stores(group);
+          if (lane == 0) store_release(&sums_are_left[turn][blockIdx.y][group], 1);
+          __syncwarp();
+        }
+#endif
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  MORE_REGISTERS
+  [[maybe_unused]] const int g = lane >> 2, t = lane & 3, warpgroup = warp >> 2;
+  // Two warps of a warpgroup have tiles of gate, the other two the same of up: which tile of its side, which of the block.
+  const int side = GATED ? warp >> 1 & 1 : 0, place = GATED ? 2 * warpgroup + (warp & 1) : warp;
+  const int slot = side * (TILES / 2) + place;
+  // Of a matrix's row: unit (g = lane % 8, t = lane / 8) of 16 bytes, where layout.py put it.
+  u32 unit = codes + slot * (512 * LOADS) + (lane >> 1 & 3) * 128 +
+             ((((lane & 1) * 4 + (lane >> 3)) ^ (lane >> 1 & 3)) << 4);
+  [[maybe_unused]] u32 pair = scales + side * ROUND(SCALE_BYTES / 2) + (place * SCALES * 8 + g) * 4;
+  [[maybe_unused]] u32 zero_pair = zeros + side * ROUND(ZERO_BYTES / 2) + (place * SCALES * 8 + g) * 2;
+  const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
+  asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
+  auto operand = [&](int stage, int i) {                 // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+    return (u64)(first_operand + (stage * BOXES + i / 4) * (BOX_X / 16) + i % 4 * 2) | (64ull << 32) | (1ull << 62);
+  };
+  auto release = [&](int stage) {                        // this warp has done with it
+    if (lane == 0) barrier_arrive(empty_at + 8 * stage);
+  };
   pdl_wait();
-  [[maybe_unused]] const int g = lane >> 2, t = lane & 3;
-  const int warpgroup = warp >> 2;
-  const u32 results = weights + STAGES * TILES * W_BYTES + warpgroup * OUT_BYTES;
-  auto operand = [&](int stage, int s) {                 // descriptor of fragment s of a stage, as in wide.cu
-    return (u64)((acts + stage * X_BYTES + s * 32) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-  };
-#if GROUP
-  auto prefetch_scales = [&](int block) {                // of this warp's rows in a tile that comes later, into the L2 cache
-    if (block >= blocks) return;
-    const int size = chunks * 64 / GROUP * 32, tile = min(block / token_blocks * TILES + warp, tiles - 1);
-    for (int i = lane * 128; i < size; i += 32 * 128)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)S + (u64)tile * size + i));
-  };
-  prefetch_scales(blockIdx.x);
-#endif
-  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int tile = min(block / token_blocks * TILES + warp, tiles - 1);
-    const int first_row = block / token_blocks * 128 + warpgroup * 64, first_token = block % token_blocks * TOKENS;
-    Scales coming;                                       // of the next step to make fragments of
-#if GROUP
-    const u32 pairs = (u32)tile * (chunks * 64 / GROUP) * 8 + g;
-    auto load_scales = [&](int step) {
-      UNROLL for (int k = 0; k < SCALES; k++) {
-        const u32 at = pairs + (min(step, steps - 1) * COLUMNS / GROUP + k) * 8;
-        coming.scale[k] = __ldg((const u32*)S + at);
-#if ASYM
-        coming.zero[k] = __ldg(Z + at);
-#endif
-      }
-    };
+  // Where blocks take several tiles, warpgroups start a part of a step apart: then not all of them store results at once.
+  const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
 #if PROGRESSIVE
-    float unit[2] = {0.f, 0.f};                          // of the row's bytes: its largest weight becomes 127 of them
-    for (int k = t; k < chunks * 64 / GROUP; k += 4) {
-      const u32 scale = __ldg((const u32*)S + pairs + k * 8);
+  const int last_tile = (N - 1) >> 4, groups = chunks * 64 / GROUP;
+  auto row_tile = [&](const Share& share) {              // of this warp
+    return min((share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place, last_tile);
+  };
+#endif
+  while (take()) {
+    if (apart && warpgroup > 0 && number == 1) meet_warpgroups(warpgroup);
+    const int first_row = share.tile / token_tiles * WIDTH_ROWS, first_token = share.tile % token_tiles * TOKENS;
+    const int steps = share.end - share.begin;
+    Weights w;                                           // of the next step
+#if ASYM && !GROUP
+    w.zero[0] = __ldg(Z + min((first_row + side * width) / 16 + place, (N - 1) >> 4) * 8 + g);
+#endif
+    float gain[2] = {UNIT, UNIT};                        // of rows g and g + 8
+#if PROGRESSIVE
+    gain[0] = gain[1] = 0.f;                             // the row's largest weight becomes 127
+    for (int k = t; k < groups; k += 4) {
+      const u32 at = (u32)row_tile(share) * groups * 8 + k * 8 + g, scale = __ldg((const u32*)S + at);
 #if ASYM
-      const int zeros = __ldg(Z + pairs + k * 8), z0 = zeros & 255, z1 = zeros >> 8;
+      const int zeros = __ldg(Z + at), z0 = zeros & 255, z1 = zeros >> 8;
       const float most0 = (float)max(z0, 15 - z0), most1 = (float)max(z1, 15 - z1);
 #else
       const float most0 = 8.f, most1 = 8.f;
 #endif
-      unit[0] = fmaxf(unit[0], fabsf(scale_of(scale, 0)) * most0);
-      unit[1] = fmaxf(unit[1], fabsf(scale_of(scale, 1)) * most1);
+      gain[0] = fmaxf(gain[0], fabsf(scale_of(scale, 0)) * most0);
+      gain[1] = fmaxf(gain[1], fabsf(scale_of(scale, 1)) * most1);
     }
     UNROLL for (int k = 0; k < 2; k++) {
-      unit[k] = fmaxf(unit[k], __shfl_xor_sync(0xffffffffu, unit[k], 1));
-      unit[k] = fmaxf(unit[k], __shfl_xor_sync(0xffffffffu, unit[k], 2)) * (1.f / 127.f);
+      gain[k] = fmaxf(gain[k], __shfl_xor_sync(~0u, gain[k], 1));
+      gain[k] = fmaxf(gain[k], __shfl_xor_sync(~0u, gain[k], 2)) * (1.f / 127.f);
     }
-    const float per_unit[2] = {unit[0] > 0.f ? 1.f / unit[0] : 0.f, unit[1] > 0.f ? 1.f / unit[1] : 0.f};
+    const float per_unit[2] = {gain[0] > 0.f ? 1.f / gain[0] : 0.f, gain[1] > 0.f ? 1.f / gain[1] : 0.f};
+    if (SPLIT == 1) {                                    // those of the next tile into the L2 cache
+      const Share coming = nth_share(number, all, tiles, rounds);
+      for (int i = lane * 128; coming.begin < coming.end && i < groups * 32; i += 32 * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)S + (u64)row_tile(coming) * groups * 32 + i));
+    }
 #endif
-    load_scales(0);
-    prefetch_scales(block + gridDim.x);
-#elif ASYM
-    coming.zero[0] = __ldg(Z + tile * 8 + g);
-#endif
-    u32 a[2][4][4];                                      // one step's multiply while the next one's are made
-    Codes codes;                                         // of the next step
-    Scales by;
-    int fetched = 0;                                     // steps
-    auto fetch = [&]() {                                 // codes of the next step
+    auto fetch = [&]() {
       barrier_wait(full_at + 8 * stage, phase);
-      const u32 at = weights + (stage * TILES + warp) * W_BYTES + lane * 16;
-      UNROLL for (int c = 0; c < CHUNKS; c++)
-        UNROLL for (int k = 0; k < LOADS; k++) codes.q[c][k] = load_shared(at + (c * LOADS + k) * 512);
-      by = coming;
-#if PROGRESSIVE
-      UNROLL for (int k = 0; k < SCALES; k++)
-        UNROLL for (int row = 0; row < 2; row++)
-          by.ratio[k][row] = half_twice(scale_of(by.scale[k], row) * per_unit[row]);
-#endif
-      fetched++;
+      UNROLL for (int k = 0; k < CHUNKS * LOADS; k++)
+        load_matrices(unit + (stage * CHUNKS + k / LOADS) * CHUNK_CODES + k % LOADS * 512, w.codes[k / LOADS][k % LOADS]);
+      UNROLL for (int k = 0; k < SCALES; k++) {
 #if GROUP
-      load_scales(fetched);
+        w.scale[k] = load_word(pair + stage * ROOM(SCALE_BYTES) + k * 32);
+#if ASYM
+        w.zero[k] = load_pair(zero_pair + stage * ROOM(ZERO_BYTES) + k * 16);
 #endif
+#if PROGRESSIVE
+        UNROLL for (int row = 0; row < 2; row++) w.ratio[k][row] = half_twice(scale_of(w.scale[k], row) * per_unit[row]);
+#endif
+#endif
+      }
+      advance();
     };
-    auto make = [&](u32 (&to)[4][4], int s) {            // fragment s of the next step
-      make_fragment(codes, by, s, to[s]);
-      UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(to[s][k]));  // now: the tensor cores are busy
+    u32 a[2][SLICES][4];                                 // one part multiplies while the next one is made
+    auto make = [&](u32 (&part)[SLICES][4], int first) {
+      UNROLL for (int s = 0; s < SLICES; s++) {
+        make_fragment(w, first + s, part[s]);
+        UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(part[s][k]));   // now: the tensor cores are busy
+      }
     };
-    auto release = [&](int stage) {                      // this warp has done with it
-      if (lane == 0) barrier_arrive(empty_at + 8 * stage);
-    };
-
     Sum sum[TOKENS / 8][4];
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) sum[j][k] = 0;
-    fetch();
-    UNROLL for (int s = 0; s < 4; s++) make(a[0], s);
-#if BY_GROUP
-    Partial part[TOKENS / 8][4];
-    auto multiply = [&](int p, bool more) {
-      const int current = stage;
-      advance();
-      Scales now = by;                                   // of the sums to come
-      UNROLL for (int k = 0; k < SCALES; k++) {
-        wgmma_fence();
-        UNROLL for (int s = k * 4 / SCALES; s < (k + 1) * 4 / SCALES; s++) {
-          if (s == k * 4 / SCALES)
-            wgmma<false>(part, a[p][s], operand(current, s));
-          else
-            wgmma<true>(part, a[p][s], operand(current, s));
-        }
-        wgmma_commit();
-        if (k == SCALES - 1 && more) {
-          fetch();
-          UNROLL for (int s = 0; s < 4; s++) make(a[p ^ 1], s);
-        }
-        wgmma_wait<0>();
-        if (k == SCALES - 1) release(current);
-        const float s0 = scale_of(now.scale[k], 0), s1 = scale_of(now.scale[k], 1);
-        UNROLL for (int j = 0; j < TOKENS / 8; j++)
-          UNROLL for (int e = 0; e < 4; e++) sum[j][e] += (e >> 1 ? s1 : s0) * (float)part[j][e];
-      }
+    int now = stage;                                     // the stage of this step
+    auto pass = [&](int i) {                             // on to the next warpgroup
+      if (apart && warpgroup + 1 < CW && number == 1 && i == 0) pass_warpgroups(warpgroup + 1);
     };
-#else
-    int before = -1;                                     // stage of the step before
-    auto multiply = [&](int p, bool more) {
-      const int current = stage;
-      advance();
-      wgmma_fence();
-      UNROLL for (int s = 0; s < 4; s++) wgmma(sum, a[p][s], operand(current, s));
-      wgmma_commit();
-      wgmma_wait<1>();                                   // the step before
-      if (before >= 0) release(before);
-      before = current;
-      if (more) {
-        fetch();
-        UNROLL for (int s = 0; s < 4; s++) make(a[p ^ 1], s);
-      }
-    };
-#endif
-    int i = 0;
-    for (; i + 2 <= steps; i += 2) {
-      multiply(0, true);
-      multiply(1, i + 2 < steps);
+    if (steps > 0) {
+      fetch();
+      make(a[0], 0);
     }
-    if (i < steps) multiply(0, false);
-#if !BY_GROUP
+#if SUMS_BY_GROUP
+    Partial exact[TOKENS / 8][4];                        // sums of one scale group
+    auto add_exact = [&](u32 pair) {                     // times the group's scales
+      const float s0 = scale_of(pair, 0), s1 = scale_of(pair, 1);
+      UNROLL for (int j = 0; j < TOKENS / 8; j++)
+        UNROLL for (int e = 0; e < 4; e++) sum[j][e] += (e < 2 ? s0 : s1) * (float)exact[j][e];
+    };
+    auto multiply = [&](const u32 (&part)[SLICES][4], int first) {   // leaves its last run under way: the scales of that
+      u32 pair = 0;
+      UNROLL for (int s = 0; s < SLICES; s++) {
+        if (s % (SLICES / RUNS) == 0) {
+          if (s > 0) {
+            wgmma_wait<0>();
+            add_exact(pair);
+          }
+          pair = w.scale[(first + s) * SLICE * SCALES / COLUMNS];
+          wgmma_fence();
+          wgmma<false>(exact, part[s], operand(now, first + s));
+        } else {
+          wgmma(exact, part[s], operand(now, first + s));
+        }
+        if ((s + 1) % (SLICES / RUNS) == 0) wgmma_commit();
+      }
+      return pair;
+    };
+    auto last_part = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {   // of step i
+      const u32 pair = multiply(mine, (PARTS - 1) * SLICES);
+      const int current = now;
+      pass(i);
+      now = stage;
+      if (i + 1 < steps) fetch();
+      make(next, 0);                                     // past the last step of no use, and no harm
+      wgmma_wait<0>();
+      release(current);
+      add_exact(pair);
+    };
+#if PARTS == 1
+    for (int i = 0; i < steps; i += 2) {
+      last_part(i, a[0], a[1]);
+      if (i + 1 < steps) last_part(i + 1, a[1], a[0]);
+    }
+#else
+    for (int i = 0; i < steps; i++) {
+      const u32 pair = multiply(a[0], 0);
+      make(a[1], SLICES);
+      wgmma_wait<0>();
+      add_exact(pair);
+      last_part(i, a[1], a[0]);
+    }
+#endif
+#else
+    int before = now;                                    // the stage of the step before
+    auto multiply = [&](int stage, const u32 (&part)[SLICES][4], int first) {
+      wgmma_fence();
+      UNROLL for (int s = 0; s < SLICES; s++) wgmma(sum, part[s], operand(stage, first + s));
+      wgmma_commit();
+    };
+#if PARTS == 1
+    auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
+      multiply(now, mine, 0);
+      pass(i);
+      const int after = stage;
+      if (i + 1 < steps) fetch();
+      wgmma_wait<1>();                                   // the step before
+      if (i > 0) release(before);
+      make(next, 0);                                     // past the last step of no use, and no harm
+      before = now;
+      now = after;
+    };
+    for (int i = 0; i < steps; i += 2) {
+      step(i, a[0], a[1]);
+      if (i + 1 < steps) step(i + 1, a[1], a[0]);
+    }
+#else
+    for (int i = 0; i < steps; i++) {
+      multiply(now, a[0], 0);
+      pass(i);
+      wgmma_wait<1>();                                   // the step before
+      if (i > 0) release(before);
+      make(a[1], 4);
+      multiply(now, a[1], 4);
+      before = now;
+      now = stage;
+      if (i + 1 < steps) fetch();
+      wgmma_wait<1>();                                   // the first half
+      make(a[0], 0);                                     // past the last step of no use, and no harm
+    }
+#endif
     wgmma_wait<0>();
-    release(before);
+    if (SPLIT == 1) release(before);
+#endif
+#if !GROUP
+    UNROLL for (int k = 0; k < 2; k++) gain[k] *= __ldg((const float*)S + min(first_row + side * width + place * 16 + g + 8 * k, N - 1));
 #endif
 
-    float gain[2] = {CODE_UNIT, CODE_UNIT};              // of rows g and g + 8
-#if PROGRESSIVE
-    UNROLL for (int k = 0; k < 2; k++) gain[k] = unit[k];
-#elif !GROUP
-    UNROLL for (int k = 0; k < 2; k++) gain[k] *= __ldg((const float*)S + min(tile * 16 + g + 8 * k, N - 1));
+#if SPLIT > 1
+    asm volatile("bar.sync 0, %0;" ::"n"(128 * CW) : "memory");   // every step has been read: their memory takes the sums
+    float* partial = (float*)shared;
+    UNROLL for (int j = 0; j < TOKENS / 8; j++)
+      UNROLL for (int k = 0; k < 4; k++)
+        partial[(j * 8 + t * 2 + (k & 1)) * LD + slot * 16 + g + (k >> 1) * 8] = (float)sum[j][k] * gain[k >> 1];
+    cluster_sync();
+    const int most = min(TOKENS, M - first_token) * (WIDTH_ROWS / 4);
+    for (int i = rank * (128 * CW) + threadIdx.x; i < most; i += SPLIT * 128 * CW) {
+      const int token = i / (WIDTH_ROWS / 4), row = i % (WIDTH_ROWS / 4) * 4, n = first_row + row;
+      uint2 pairs[SIDES];
+      UNROLL for (int s = 0; s < SIDES; s++) {
+        float v[4] = {0.f, 0.f, 0.f, 0.f};
+        UNROLL for (int j = 0; j < SPLIT; j++) {
+          const float4 part = cluster_load4(acts + (token * LD + s * WIDTH_ROWS + row) * 4, j);
+          v[0] += part.x;
+          v[1] += part.y;
+          v[2] += part.z;
+          v[3] += part.w;
+        }
+#if INT8
+        UNROLL for (int e = 0; e < 4; e++) v[e] *= XS[first_token + token];
 #endif
-    UNROLL for (int c = 0; c < TOKENS / 64; c++) {       // 64 tokens at a time
-      UNROLL for (int j = c * 8; j < c * 8 + 8; j += 2) {
+        pairs[s] = make_uint2(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]));
+      }
+#if GATED
+      pairs[0] = make_uint2(gated_pair(pairs[0].x, pairs[1].x), gated_pair(pairs[0].y, pairs[1].y));
+#endif
+      u16* to = Y + (u64)(first_token + token) * width + n;
+      if (n + 4 <= width && !(width & 3)) {
+        *(uint2*)to = pairs[0];
+      } else {
+        UNROLL for (int e = 0; e < 4; e++)
+          if (n + e < width) to[e] = (u16)((e < 2 ? pairs[0].x : pairs[0].y) >> (16 * (e & 1)));
+      }
+    }
+#else
+    float4* parts = P + warpgroup * (TOKENS / 8 * 128) + (threadIdx.x & 127);   // of a block: every thread's own sums
+    const int part = CW * (TOKENS / 8) * 128;
+    if (share.begin > 0) {                               // the block that has the tile's beginning takes them from here
+      UNROLL for (int j = 0; j < TOKENS / 8; j++)
+        parts[blockIdx.y * part + j * 128] =
+            make_float4(as_float(sum[j][0]), as_float(sum[j][1]), as_float(sum[j][2]), as_float(sum[j][3]));
+      pass_stores(warpgroup);
+      continue;
+    }
+    const int tile_end = (share.tile - rounds * (int)gridDim.y + 1) * all;
+    for (int other = blockIdx.y + 1; share.end < all; other++) {
+      const int begin = part_begins(other, all, tiles, rounds);
+      if (begin >= tile_end) break;
+      if (begin == part_begins(other + 1, all, tiles, rounds)) continue;   // has no part
+      if ((threadIdx.x & 127) == 0) {
+        u32* flag = &sums_are_left[turn][other][warpgroup];
+        while (!load_acquire(flag)) {}
+        *flag = 0;                                       // for the next launch
+      }
+      sync_warpgroup(warpgroup);
+      UNROLL for (int j = 0; j < TOKENS / 8; j++) {
+        const float4 v = load_partial(parts + other * part + j * 128);
+        add(sum[j][0], v.x);
+        add(sum[j][1], v.y);
+        add(sum[j][2], v.z);
+        add(sum[j][3], v.w);
+      }
+    }
+    const u32 results = acts + RING + warpgroup * OUT_BYTES;
+    UNROLL for (int c = 0; c < TOKENS; c += TURN_TOKENS) {
+      UNROLL for (int j = 0; j < TURN_TOKENS / 8; j += 2) {
         u32 v[4];
         UNROLL for (int k = 0; k < 2; k++) {
-          const int token = first_token + (j + k) * 8 + t * 2;
-          const float x0 = XS[min(token, M - 1)], x1 = XS[min(token + 1, M - 1)];
-          const Sum (&d)[4] = sum[j + k];
-          v[2 * k] = floats_to_acts((float)d[0] * gain[0] * x0, (float)d[1] * gain[0] * x1);
-          v[2 * k + 1] = floats_to_acts((float)d[2] * gain[1] * x0, (float)d[3] * gain[1] * x1);
+          const Sum (&d)[4] = sum[c / 8 + j + k];
+          float x[2] = {1.f, 1.f};                       // scales of two tokens
+#if INT8
+          UNROLL for (int e = 0; e < 2; e++) x[e] = XS[min(first_token + c + (j + k) * 8 + t * 2 + e, M - 1)];
+#endif
+          v[2 * k] = floats_to_acts((float)d[0] * gain[0] * x[0], (float)d[1] * gain[0] * x[1]);
+          v[2 * k + 1] = floats_to_acts((float)d[2] * gain[1] * x[0], (float)d[3] * gain[1] * x[1]);
         }
-        const int token = (j - c * 8 + (lane >> 4)) * 8 + (lane & 7), unit = (warp & 3) * 2 + (lane >> 3 & 1);
+        const int token = (j + (lane >> 4)) * 8 + (lane & 7), unit = (warp & 3) * 2 + (lane >> 3 & 1);
         store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
       }
       sync_warpgroup(warpgroup);
-      UNROLL for (int k = 0; k < 4; k++) {
-        const int at = k * 128 + (threadIdx.x & 127), token = at >> 3, unit = at & 7, n = first_row + unit * 8;
-        const uint4 v = load_shared(results + token * 128 + ((unit ^ (token & 7)) << 4));
-        if (first_token + c * 64 + token >= M) continue;
-        u16* to = Y + (u64)(first_token + c * 64 + token) * N + n;
-        if (n + 8 <= N && !(N & 7)) {
+      UNROLL for (int k = 0; k < (TURN_TOKENS * 8 / SIDES + 127) / 128; k++) {
+        const int at = k * 128 + (threadIdx.x & 127), token = at / (8 / SIDES), unit = at % (8 / SIDES);
+        if (token >= TURN_TOKENS) continue;
+        const int row = first_row + warpgroup * (64 / SIDES) + unit * 8;
+        auto result = [&](int unit) { return load_shared(results + token * 128 + ((unit ^ (token & 7)) << 4)); };
+        uint4 v = result(unit);
+#if GATED
+        const uint4 up = result(unit + 4);
+        v = make_uint4(gated_pair(v.x, up.x), gated_pair(v.y, up.y), gated_pair(v.z, up.z), gated_pair(v.w, up.w));
+#endif
+        if (first_token + c + token >= M) continue;
+        u16* to = Y + (u64)(first_token + c + token) * width + row;
+        if (row + 8 <= width && !(width & 7)) {
           *(uint4*)to = v;
         } else {
           UNROLL for (int e = 0; e < 8; e++)
-            if (n + e < N) to[e] = (u16)(word(v, e >> 1) >> (16 * (e & 1)));
+            if (row + e < width) to[e] = (u16)(word(v, e >> 1) >> (16 * (e & 1)));
         }
       }
       sync_warpgroup(warpgroup);
     }
+#endif
   }
+  if (SPLIT > 1) cluster_meet();                         // nobody leaves while its sums are being read
 }

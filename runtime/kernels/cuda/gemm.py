@@ -1,139 +1,270 @@
-"""Launch of gemm.cu: the product with int8 activations for hundreds of tokens and more, bound by Hopper's tensor cores.
+"""Launch of gemm.cu: the product for more than a handful of tokens, with 16-bit or int8 activations, on Hopper.
 
 Int4 weights with scale groups and int8 activations have two ways. The exact one sums each group apart in int32 and adds
 the sums in float32. The progressive one (GemmConfig.progressive; progressive group quantization, Lin et al. 2024, arXiv
 2405.04532) rounds every weight anew to 8 bits of the largest one that its row could have, so that one int32 sum serves
-the row. It takes two thirds of the time, and adds to each weight an error of at most half such a step. On the default
-model's 210 layers that costs 0.5 to 1.0 % of the result (medians by kind), in each layer less than rounding the
-activations to int8 does (1.4 to 6.5 %), where rounding the weights to int4 costs 8 to 18 %. `pick`, and with it every
-product of more than 128 tokens, takes the progressive way where it is the faster.
+the row. With many tokens it takes two thirds of the time, and adds to each weight an error of at most half such a step.
+On the default model's 210 layers that costs 0.5 to 1.0 % of the result (medians by kind), in each layer less than
+rounding the activations to int8 does (1.4 to 6.5 %), where rounding the weights to int4 costs 8 to 18 %. Products of
+more than EXACT_TOKENS take it where it is the faster.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel, num_sms
-from qtool.runtime.kernels.cuda.layout import PackedWeight
+from qtool.runtime.kernels.cuda.layout import TILE_ROWS, PackedWeight, kernel_group
+from qtool.runtime.kernels.cuda.maps import product_maps
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.cuda.skinny import weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
-_THREADS = 384  # two warpgroups that multiply, one that copies
-_TILES = 8  # of 16 rows of the weight in a block's tile
-_SHARED_BYTES = 227 * 1024 - 1024  # of a block, less what its barriers take
-_OUT_BYTES = 2 * 64 * 128  # results on their way
-_MOST_STAGES = 8
-_TOKENS = (64, 128, 256)
+EXACT_TOKENS = 128  # up to which no weight is rounded anew
+EVEN = 0
+
+_SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
+_LEAST_STAGES, _MOST_STAGES = 3, 8
+_STEP_COLUMNS = 128
+_TOKENS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+# Tokens whose sums fit the registers, by warpgroups: of one sum a row, and of a scale group's apart from those of all.
+_WIDEST = {2: 256, 3: 192, 4: 64}
+_WIDEST_BY_GROUP = {2: 160, 3: 96, 4: 32}
+# Measured on an H200. Clusters that it holds at once, by their blocks (its processing clusters differ in size);
+# microseconds, fitted to 1,100 measured products: what `microseconds` finds best is 2 % slower than the best of each in
+# the mean, 1 % from 160 tokens on. Of a step, for each warpgroup, by tokens:
+_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
+_STEP_US = {
+    "16 bits": {16: 0.175, 32: 0.185, 64: 0.25, 96: 0.325, 128: 0.41, 160: 0.507, 192: 0.6, 224: 0.7, 256: 0.805},
+    "one sum": {16: 0.09, 32: 0.1, 64: 0.147, 96: 0.17, 128: 0.203, 160: 0.25, 192: 0.29, 224: 0.33, 256: 0.375},
+    "by group": {16: 0.1, 32: 0.13, 64: 0.195, 96: 0.245, 128: 0.295, 160: 0.36},
+    "progressive": {16: 0.2, 32: 0.22, 64: 0.26, 96: 0.28, 128: 0.298, 160: 0.315, 192: 0.335, 224: 0.355, 256: 0.373},
+}
+_TILE_US = 1.3  # its beginning and its end
+_CLUSTER_US = 1.2  # until a cluster has its sums
+_SHARE_US, _SHARE = 4.4, 1.05  # of tiles: sums that pass through memory; blocks at different columns meet less in L2
+_MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
+_LAUNCHES = 64  # of one stream that share tiles and may be under way at once; a captured launch keeps its turn
+_turns = itertools.cycle(range(_LAUNCHES))
+
+
+def _room(size: int) -> int:
+    """Of a step's scales or zero points: where a copy of each half, of gate and of up, may begin."""
+    return 2 * (-(-size // 256) * 128)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a block has in shared memory ahead of its use: so many steps (STAGES) of so many columns (COLUMNS)."""
+
+    columns: int
+    stages: int
+    stage_bytes: int
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How the work is cut, and for int4 weights in groups with int8 activations whether they are rounded to 8 bits.
+    """How the work is cut.
 
     Attributes:
-        tokens: of a tile, by 128 rows of the weight: 64, 128 or 256 (TOKENS).
-        progressive: see above (PROGRESSIVE); False for every other scheme.
+        tokens: of a tile (TOKENS): 16, 32, 64, or another multiple of 32 up to 256.
+        warpgroups: of a block that multiply, 64 rows of the weight each (CW), 2 to 4.
+        split: blocks of a cluster with a share of K each (SPLIT): one of 1, 2, 3, 4, 5, 6, 8; EVEN: no clusters, and
+            tiles that would leave part of the device idle in the last round are shared evenly by all blocks.
+        progressive: see above (PROGRESSIVE); False for every scheme but int4 in groups with int8 activations.
     """
 
     tokens: int
+    warpgroups: int
+    split: int = 1
     progressive: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Of a block's tile."""
+        return 64 * self.warpgroups
 
-def has_groups(spec: LinearSpec) -> bool:
-    """Whether integer sums have to be scaled group by group."""
-    return spec.scheme.group_size > 0
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, three warps that copy and one that tells of sums left."""
+        return 128 * self.warpgroups + 128
+
+    @property
+    def _out_bytes(self) -> int:
+        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS)."""
+        together = 16 if self.tokens == 16 else 64 if self.tokens in (64, 128, 192) else 32
+        return self.warpgroups * together * 128 if self.split <= 1 else 0
+
+    def ring(self, spec: LinearSpec) -> Ring:
+        """Steps of 128 columns; of 64 where shared memory holds too few of them (int8 activations: never)."""
+        group = kernel_group(spec.scheme)
+
+        def ring_of(columns: int) -> Ring:
+            pairs = self.rows // 2 * max(1, columns // group) if group else 0
+            zeros = 0 if spec.scheme.symmetric else _room(pairs * 2)
+            acts, codes = self.tokens * (spec.scheme.act_bits or 16) // 8, self.rows * spec.scheme.bits // 8
+            size = columns * (acts + codes) + _room(pairs * 4) + zeros
+            return Ring(columns, min(_MOST_STAGES, (_SHARED_BYTES - self._out_bytes) // size), size)
+
+        whole = ring_of(_STEP_COLUMNS)
+        return whole if whole.stages >= _LEAST_STAGES or spec.scheme.act_bits else ring_of(_STEP_COLUMNS // 2)
+
+    def shared_bytes(self, spec: LinearSpec) -> int:
+        """Dynamic shared memory of a block: the ring and results on their way, or float32 sums of a cluster."""
+        ring = self.ring(spec)
+        sums = self.tokens * (self.rows + 4) * 4 if self.split > 1 else 0
+        return max(ring.stages * ring.stage_bytes + self._out_bytes, sums)
 
 
-def configs(spec: LinearSpec, *, exact: bool) -> list[GemmConfig]:
-    """The tiles whose sums fit the registers; where not `exact`, a progressive one too if the scheme allows it: that of
-    most tokens, which alone is faster."""
-    if not has_groups(spec):
-        return [GemmConfig(tokens) for tokens in _TOKENS]
-    found = [GemmConfig(tokens) for tokens in _TOKENS[:2]]
-    return found if exact or spec.scheme.bits != 4 else [*found, GemmConfig(_TOKENS[2], True)]
-
-
-def supports(packed: PackedWeight, spec: LinearSpec) -> bool:
-    """Whether gemm.cu multiplies by this weight: int8 activations, whole steps of 128 columns, codes less their zero
-    points in 8 bits."""
-    fits = packed.chunks % 2 == 0 and (spec.scheme.symmetric or spec.scheme.bits == 4)
-    return spec.scheme.act_bits is not None and fits
-
-
-# Nanoseconds of a step of K by tokens of a tile, measured on an H200.
-_STEP_NS = {
-    "one sum": {64: 295, 128: 405, 256: 750},
-    "sums by group": {64: 390, 128: 590},
-    "progressive": {64: 520, 128: 595, 256: 745},
-}
+def supports(spec: LinearSpec) -> bool:
+    """Whether gemm.cu multiplies by such a weight: with int8 activations, codes less their zero points fit 8 bits."""
+    return spec.scheme.act_bits is None or spec.scheme.symmetric or spec.scheme.bits == 4
 
 
 def _kind(spec: LinearSpec, config: GemmConfig) -> str:
-    return "progressive" if config.progressive else "sums by group" if has_groups(spec) else "one sum"
+    """Of _STEP_US."""
+    if not spec.scheme.act_bits:
+        return "16 bits"
+    return "progressive" if config.progressive else "by group" if kernel_group(spec.scheme) else "one sum"
 
 
-def pick(spec: LinearSpec, tokens: int, num_sms: int, *, exact: bool = False) -> GemmConfig:
-    """The tile that takes the least time for `tokens` activations: rounds over the device by a tile's cost.
-
-    `exact`: no progressive one.
-    """
-    row_blocks = -(-spec.rows // (16 * _TILES))
-
-    def cost(config: GemmConfig) -> int:
-        rounds = -(-row_blocks * -(-tokens // config.tokens) // num_sms)
-        return rounds * _STEP_NS[_kind(spec, config)][config.tokens]
-
-    return min(configs(spec, exact=exact), key=cost)
+def _tiles(spec: LinearSpec, tokens: int, config: GemmConfig) -> int:
+    return -(-spec.rows // config.rows) * -(-tokens // config.tokens)
 
 
-def _stage_bytes(spec: LinearSpec, config: GemmConfig) -> int:
-    return config.tokens * 128 + _TILES * 2 * (spec.scheme.bits // 4) * 512
+def fits(spec: LinearSpec, config: GemmConfig) -> bool:
+    """Whether the kernel multiplies by such a weight in this way, and registers and shared memory hold it."""
+    scheme = spec.scheme
+    if config.progressive and not (scheme.act_bits and scheme.bits == 4 and kernel_group(scheme)):
+        return False
+    widest = _WIDEST_BY_GROUP if _kind(spec, config) == "by group" else _WIDEST
+    narrow = config.tokens <= widest[config.warpgroups]
+    return (
+        supports(spec)
+        and narrow
+        and config.ring(spec).stages >= _LEAST_STAGES
+        and config.shared_bytes(spec) <= _SHARED_BYTES
+    )
 
 
-def stages(spec: LinearSpec, config: GemmConfig) -> int:
-    """Steps of K in shared memory (STAGES)."""
-    return min(_MOST_STAGES, (_SHARED_BYTES - _OUT_BYTES) // _stage_bytes(spec, config))
+def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[GemmConfig]:
+    """Ways to cut the product with so many tokens that fit registers and shared memory."""
+    found = []
+    ways = (False, True) if tokens > EXACT_TOKENS else (False,)
+    for size, warpgroups, split, progressive in itertools.product(_TOKENS, _WIDEST, (EVEN, *_CLUSTERS), ways):
+        config = GemmConfig(size, warpgroups, split, progressive)
+        needed = size == _TOKENS[0] or size < 2 * tokens
+        if needed and fits(spec, config) and (split != EVEN or _tiles(spec, tokens, config) % num_sms):
+            found.append(config)
+    return found
 
 
-def shared_bytes(spec: LinearSpec, config: GemmConfig) -> int:
-    """Dynamic shared memory of a block."""
-    return stages(spec, config) * _stage_bytes(spec, config) + _OUT_BYTES
+def blocks_and_rounds(tiles: int, steps: int, config: GemmConfig, num_sms: int) -> tuple[int, int]:
+    """Blocks, and rounds in which each takes a whole tile of so many steps, of a cut without clusters; tiles beyond
+    those are shared."""
+    blocks = min(tiles, num_sms)
+    if config.split != EVEN:
+        return blocks, -(-tiles // blocks)
+    if tiles < num_sms:
+        return min(num_sms, tiles * steps), 0
+    whole, left = divmod(tiles, blocks)
+    return blocks, whole - (left > 0)  # those of the last full round are shared too: at least a tile for each block
 
 
-def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig) -> Macros:
+def microseconds(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int) -> float:
+    """About what the product takes: the steps of a block by what a step takes, and beginnings and ends of tiles."""
+    tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
+    step_us = config.warpgroups * _STEP_US[_kind(spec, config)][config.tokens]
+    if config.split <= 1:
+        blocks, rounds = blocks_and_rounds(tiles, steps, config, num_sms)
+        if rounds * blocks < tiles:
+            return -(-tiles * steps // blocks) * step_us * _SHARE + (rounds + 1) * _TILE_US + _SHARE_US
+        return rounds * (steps * step_us + _TILE_US)
+    rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
+    return rounds * (-(-steps // config.split) * step_us + _TILE_US + _CLUSTER_US)
+
+
+def candidates(spec: LinearSpec, tokens: int, num_sms: int, most: int = 5) -> list[GemmConfig]:
+    """The ways to cut the product that should take the least time, first the one that should take least of all."""
+    return sorted(configs(spec, tokens, num_sms), key=lambda c: microseconds(spec, tokens, c, num_sms))[:most]
+
+
+def for_more(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int) -> GemmConfig:
+    """The same kernel for other numbers of tokens: only whether the last tiles are shared may differ."""
+    if config.split > 1:
+        return config
+    ways = (replace(config, split=1), replace(config, split=EVEN))
+    return min(ways, key=lambda way: microseconds(spec, tokens, way, num_sms))
+
+
+def gates(spec: LinearSpec) -> bool:
+    """Whether the kernel leaves silu(gate) * up of a weight that is gate and up one below the other, in whole tiles."""
+    return spec.rows % (2 * TILE_ROWS) == 0
+
+
+def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig, *, gated: bool = False) -> Macros:
     """All macros of gemm.cu for one product."""
     return weight_macros(spec, scale_dtype) | {
         "PROGRESSIVE": int(config.progressive),
         "TOKENS": config.tokens,
-        "STAGES": stages(spec, config),
+        "CW": config.warpgroups,
+        "GATED": int(gated),
+        "SPLIT": max(1, config.split),
+        "COLUMNS": config.ring(spec).columns,
+        "STAGES": config.ring(spec).stages,
+        "BLOCKS": _MOST_BLOCKS,
+        "LAUNCHES": _LAUNCHES,
     }
 
 
-def kernel(device: torch.device, packed: PackedWeight, spec: LinearSpec, config: GemmConfig) -> Kernel:
+def kernel(
+    device: torch.device, packed: PackedWeight, spec: LinearSpec, config: GemmConfig, *, gated: bool = False
+) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
-    chosen = macros(spec, packed.scales.dtype, config)
-    return load_kernel(device, "gemm.cu", "gemm", chosen, shared_limit=shared_bytes(spec, config))
+    chosen = macros(spec, packed.scales.dtype, config, gated=gated)
+    return load_kernel(device, "gemm.cu", "gemm", chosen, shared_limit=config.shared_bytes(spec))
 
 
 def multiply(
-    x: Tensor, x_scales: Tensor, packed: PackedWeight, spec: LinearSpec, config: GemmConfig, out: Tensor
+    x: Tensor,
+    x_scales: Tensor | None,
+    packed: PackedWeight,
+    spec: LinearSpec,
+    config: GemmConfig,
+    out: Tensor,
+    *,
+    gated: bool = False,
 ) -> None:
-    """out [M, N] = x @ weight.T.
+    """out [M, N] = x [M, K'] @ weight.T.
 
     Args:
-        x, x_scales: as from rows.quantize_rows in the order config.tokens.
-        packed: a weight for which `supports` holds.
-        out: [M, N] in spec.dtype, contiguous, 16-byte aligned.
+        x: as layout.arrange_activations gives it, in spec.dtype with x_scales None, or int8 and x_scales [M] as from
+            rows.quantize_rows; K' = 64 packed.chunks.
+        packed: a weight of a spec for which `supports` holds.
+        out: [M, N] in spec.dtype, contiguous, 16-byte aligned; [M, N / 2] where `gated`.
+        gated: the weight, for which `gates` holds, is gate and up, and out = silu(gate) * up.
     """
-    blocks = -(-spec.rows // (16 * _TILES)) * x.shape[0]
-    kernel(x.device, packed, spec, config).launch(
-        (min(blocks, num_sms(x.device.index)), 1, 1),
-        _THREADS,
-        (packed.codes, packed.scales, packed.zeros, x, x_scales, out, len(out), spec.rows, packed.chunks),
-        shared_bytes=shared_bytes(spec, config),
+    ring, tiles = config.ring(spec), _tiles(spec, len(x), config)
+    blocks, rounds, turn, room = tiles, 1, 0, out
+    if config.split <= 1:
+        steps = -(-x.shape[1] // ring.columns)
+        blocks, rounds = blocks_and_rounds(tiles, steps, config, min(num_sms(x.device.index), _MOST_BLOCKS))
+    if rounds * blocks < tiles:
+        turn = next(_turns)
+        room = torch.empty(blocks * config.rows * config.tokens, dtype=torch.float32, device=x.device)
+    sizes = (len(x), spec.rows, packed.chunks, rounds, turn)
+    box, words = config.rows // TILE_ROWS // (2 if gated else 1), 32 * spec.scheme.bits  # of 16 rows and 64 columns
+    maps = product_maps(x, packed, spec, tokens=config.tokens, tiles=box, code_words=words, step_columns=ring.columns)
+    scales = x if x_scales is None else x_scales
+    kernel(x.device, packed, spec, config, gated=gated).launch(
+        (max(1, config.split), blocks, 1),
+        config.threads,
+        (packed.scales, packed.zeros, scales, out, room, *sizes, maps),
+        shared_bytes=config.shared_bytes(spec),
+        cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,
     )

@@ -1,4 +1,4 @@
-// The warpgroup matrix product of Hopper for one width; before wide.cu, gemm.cu, gemm16.cu and flash.cu.
+// The warpgroup matrix product of Hopper for one width; before gemm.cu and flash.cu.
 //
 // d [64, WIDTH] += a b (ADD false: d = a b); a: this warp's 16 rows of 32 bytes; b: descriptor of [WIDTH, 32 bytes] in
 // shared memory, 128-byte swizzle, K contiguous; TURNED (16 bits): of [16, WIDTH], WIDTH contiguous.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda.attention import HEAD_DIMS, MAX_GROUP, PagedBatch, attend, plan_step
-from qtool.runtime.kernels.cuda.linear import NAME, apply_gated, apply_rows, gates, int8_order
+from qtool.runtime.kernels.cuda.linear import NAME, apply_gated, apply_rows, form_before, gates
 from qtool.runtime.kernels.cuda.nvrtc import library
-from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Int8Rows, add_norm, silu_mul
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Form, Int8Rows, add_norm, silu_mul
 from qtool.runtime.kernels.interface import QuantLinear
 from qtool.runtime.kernels.layer_ops import AttentionShape, LayerOps, Linear, silu_linear
 
@@ -42,16 +42,16 @@ def unsupported(shape: AttentionShape, hidden_size: int, block_size: int, dtype:
     return None
 
 
-def _order(linear: Linear, tokens: int) -> int | None:
-    """In which order `linear` can take int8 activations; None: it wants 16 bits."""
+def _form(linear: Linear, tokens: int) -> Form:
+    """In which form `linear` can take activations."""
     if isinstance(linear, QuantLinear) and linear.kernel.name == NAME:
-        return int8_order(tokens, linear.packed, linear.spec)
-    return None
+        return form_before(tokens, linear.packed, linear.spec)
+    return Form.PLAIN
 
 
-def _run(rows: Tensor | Int8Rows, order: int | None, linear: Linear) -> Tensor:
-    """`linear` of what a kernel before it has left in `order`."""
-    if order is None:
+def _run(rows: Tensor | Int8Rows, form: Form, linear: Linear) -> Tensor:
+    """`linear` of what a kernel before it has left in `form`."""
+    if form is Form.PLAIN:
         assert isinstance(rows, Tensor)
         return linear(rows)
     assert isinstance(linear, QuantLinear)
@@ -62,8 +62,8 @@ def _run(rows: Tensor | Int8Rows, order: int | None, linear: Linear) -> Tensor:
 def _norm_linear(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
 ) -> tuple[Tensor, Tensor]:
-    order = _order(linear, len(hidden))
-    return _run(add_norm(hidden, delta, weight, eps, order), order, linear), hidden
+    form = _form(linear, len(hidden))
+    return _run(add_norm(hidden, delta, weight, eps, form), form, linear), hidden
 
 
 def _gates(linear: Linear, tokens: int) -> QuantLinear | None:
@@ -76,19 +76,19 @@ def _gates(linear: Linear, tokens: int) -> QuantLinear | None:
 def _gated_mlp(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear, down: Linear
 ) -> tuple[Tensor, Tensor]:
-    order = _order(gate_up, len(hidden))
-    rows = add_norm(hidden, delta, weight, eps, order)
+    form = _form(gate_up, len(hidden))
+    rows = add_norm(hidden, delta, weight, eps, form)
     gating = _gates(gate_up, len(hidden))
-    if gating is not None and isinstance(rows, Tensor):
+    if gating is not None:
         return down(apply_gated(rows, gating.packed, gating.spec)), hidden
-    return _silu_linear(_run(rows, order, gate_up), down), hidden
+    return _silu_linear(_run(rows, form, gate_up), down), hidden
 
 
 def _silu_linear(gate_up: Tensor, linear: Linear) -> Tensor:
     if gate_up.shape[1] % 16 or gate_up.shape[1] // 2 > MAX_COLUMNS:
         return silu_linear(gate_up, linear)
-    order = _order(linear, len(gate_up))
-    return _run(silu_mul(gate_up, order), order, linear)
+    form = _form(linear, len(gate_up))
+    return _run(silu_mul(gate_up, form), form, linear)
 
 
 def _rotation(cos: Tensor, sin: Tensor, plan: PagedBatch) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,17 @@
 """The order in which the CUDA kernels want a weight: fragments of the tensor cores, ready for 16-byte loads.
 
 A weight [N, K] is cut into tiles of 16 rows and chunks of 64 columns. A warp multiplies one chunk of one tile at a
-time; lane 4 g + t (g < 8, t < 4) holds rows g and g + 8 and, for h in 0, 1, the columns 32 h + 8 t + j, j < 8. So a
-lane's activations of a chunk are two runs of 16 bytes, and its weights 16 bytes (4 bits) or 32 (8 bits). The tensor
-cores contract over columns in any order, as long as both operands agree; this order is theirs.
+time; lane 4 g + t (g < 8, t < 4) holds rows g and g + 8 and 16 of the columns, whose weights are one unit of 16 bytes
+(4 bits) or two (8 bits), and whose activations are runs of 16 bytes. The tensor cores contract over columns in any
+order, as long as both operands agree; this order is theirs.
 
-For 16-bit activations, word v of a lane's 16 bytes holds columns 8 t + 2 v, 8 t + 2 v + 1 of both h (8 bits: of one).
-So a lane of skinny.cu and stream.cu finds all of its columns in its own 16 bytes, and ldmatrix, which hands word v of
-four lanes t to lane v, gives gemm16.cu what the tensor cores want beside activations that lie as they come. Units of 16
-bytes are exchanged within 128 (lane i lies at place i xor i / 8), for ldmatrix to meet no bank conflicts.
+16-bit activations: for h in 0, 1, the columns 32 h + 8 t + j, j < 8. Word v of a unit holds columns 8 t + 2 v,
+8 t + 2 v + 1 of both h (8 bits: of one). Int8 activations: columns 16 t + j, j < 16. Word v holds columns 16 t + 4 v ..
+16 t + 4 v + 3 of both rows (8 bits: of one).
+
+So a lane of skinny.cu and stream.cu finds all of its columns in its own units, and ldmatrix, which hands word v of four
+lanes t to lane v, gives gemm.cu what the tensor cores want beside activations that lie as they come. Units are
+exchanged within 128 bytes (lane i lies at place i xor i / 8), for ldmatrix to meet no bank conflicts.
 
 Nothing is padded to more than 16 rows and 64 columns: kernels mask the rows beyond N.
 """
@@ -98,24 +101,21 @@ def _round_up(value: int, multiple: int) -> int:
 def _fragments(codes: Tensor, bits: int, act_bits: int) -> Tensor:
     """[16 T, 64 C] uint8 codes → [T, C, bits / 4, 32, 4] int32 in the order of one lane's loads."""
     tiles, chunks = codes.shape[0] // TILE_ROWS, codes.shape[1] // CHUNK_COLS
-    u = codes.view(tiles, 2, 8, chunks, 2, 4, 8)  # tile, row half, g, chunk, h, t, j
     if act_bits == 16:
-        v = u.view(tiles, 2, 8, chunks, 2, 4, 4, 2)  # ..., t, v = j >> 1, e = j & 1
+        v = codes.view(tiles, 2, 8, chunks, 2, 4, 4, 2)  # tile, row half, g, chunk, h, t, v = j >> 1, e = j & 1
         if bits == 4:  # word v, nibble row half + 2 h + 4 e: see pairs_to_acts in common.cuh
             lanes = (v[:, 0] | (v[:, 1] << 4)).permute(0, 2, 1, 4, 5, 6, 3)  # tile, chunk, g, t, v, e, h
         else:  # load h, word v, byte 2 row half + e
             lanes = v.permute(0, 3, 4, 2, 5, 6, 1, 7)  # tile, chunk, h, g, t, v, row half, e
-        places = torch.arange(32, device=codes.device)
-        units = lanes.reshape(tiles, chunks, bits // 4, 32, 16)[:, :, :, places ^ (places >> 3)]
-        return units.view(-1).view(torch.int32).view(tiles, chunks, bits // 4, 32, 4)
-    if bits == 4:
-        v = u ^ 8  # two's complement nibbles; word 2 h + (j >> 2), byte j & 3, low nibble row g
-        b = v[:, 0] | (v[:, 1] << 4)  # tile, g, chunk, h, t, j
-        lanes = b.permute(0, 2, 1, 4, 3, 5)  # tile, chunk, g, t, h, j
     else:
-        v = (u ^ 128).view(tiles, 2, 8, chunks, 2, 4, 2, 4)
-        lanes = v.permute(0, 3, 4, 2, 5, 6, 1, 7)  # tile, chunk, h, g, t, j >> 2, row, j & 3
-    return lanes.contiguous().view(-1).view(torch.int32).view(tiles, chunks, bits // 4, 32, 4)
+        v = codes.view(tiles, 2, 8, chunks, 4, 16)  # tile, row half, g, chunk, t, j
+        if bits == 4:  # two's complement; byte j, low nibble row g
+            lanes = ((v[:, 0] ^ 8) | ((v[:, 1] ^ 8) << 4)).permute(0, 2, 1, 3, 4)  # tile, chunk, g, t, j
+        else:
+            lanes = (v ^ 128).permute(0, 3, 1, 2, 4, 5)  # tile, chunk, row half, g, t, j
+    places = torch.arange(32, device=codes.device)
+    units = lanes.reshape(tiles, chunks, bits // 4, 32, 16)[:, :, :, places ^ (places >> 3)]
+    return units.view(-1).view(torch.int32).view(tiles, chunks, bits // 4, 32, 4)
 
 
 def _per_row_pair(x: Tensor, tiles: int) -> Tensor:

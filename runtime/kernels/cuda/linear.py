@@ -11,15 +11,13 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, stream, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, stream
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, arrange_activations, kernel_group, pack_weight
-from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, ROUNDED, ROW_MAJOR, Int8Rows, quantize_rows, round_rows
+from qtool.runtime.kernels.cuda.rows import MAX_COLUMNS, Form, Int8Rows, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearKernel, LinearSpec, Packed
 
 NAME = "cuda-int"
@@ -101,50 +99,59 @@ def apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
 
 
 def apply_choice(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choice) -> Tensor:
-    """The product through one given kernel; the tuner and the tests call it."""
+    """The product through one given kernel; the tests call it."""
     out = torch.empty(x.shape[0], spec.rows, dtype=spec.dtype, device=x.device)
-    if not len(x):
-        return out
-    with torch.cuda.device(x.device):
-        x = arrange_activations(x, packed)
-        if isinstance(choice, SkinnyConfig):
-            if spec.scheme.act_bits:
-                rows = quantize_rows(x, 0)
-                skinny.multiply(rows.codes, rows.scales, packed, spec, choice, out)
-            else:
-                skinny.multiply(x, None, packed, spec, choice, out)
-        elif isinstance(choice, StreamConfig):
-            stream.multiply(x, packed, spec, choice, out)
-        elif isinstance(choice, Gemm16Config):
-            gemm16.multiply(x, packed, spec, choice, out)
-        elif isinstance(choice, WideConfig) and wide.supports(packed, spec):
-            rows = quantize_rows(x, choice.tokens)
-            wide.multiply(rows.codes, rows.scales, packed, spec, choice, out)
-        elif isinstance(choice, GemmConfig) and gemm.supports(packed, spec):
-            rows = quantize_rows(x, choice.tokens)
-            gemm.multiply(rows.codes, rows.scales, packed, spec, choice, out)
-        elif multiplies_int8(packed, spec):
-            int8_product(quantize_rows(x, ROW_MAJOR), packed, spec, out)
-        else:
-            dequantize.multiply(round_rows(x) if spec.scheme.act_bits else x, packed, spec, out)
+    if len(x):
+        with torch.cuda.device(x.device):
+            multiply(ready(x, packed, spec, choice), packed, spec, choice, out)
     return out
 
 
-def int8_order(tokens: int, packed: Packed, spec: LinearSpec) -> int | None:
-    """The order (see rows.cuh) in which a kernel before this product can leave its int8 activations; None where the
-    product wants them in 16 bits."""
+def ready(x: Tensor, packed: PackedWeight, spec: LinearSpec, choice: Choice) -> Tensor | Int8Rows:
+    """x [M, cols] in the order and the form in which `multiply` takes it."""
+    x, form = arrange_activations(x, packed), _form(packed, spec, choice)
+    return x if form is Form.PLAIN else quantize_rows(x) if form is Form.INT8 else round_rows(x)
+
+
+def multiply(
+    rows: Tensor | Int8Rows, packed: PackedWeight, spec: LinearSpec, choice: Choice, out: Tensor, *, gated: bool = False
+) -> None:
+    """out = rows @ weight.T by one kernel; silu(gate) * up where `gated`, which `gates` allows."""
+    x, scales = (rows.codes, rows.scales) if isinstance(rows, Int8Rows) else (rows, None)
+    if isinstance(choice, SkinnyConfig):
+        skinny.multiply(x, scales, packed, spec, choice, out, gated=gated)
+    elif isinstance(choice, StreamConfig):
+        stream.multiply(x, packed, spec, choice, out, gated=gated)
+    elif isinstance(choice, GemmConfig):
+        gemm.multiply(x, scales, packed, spec, choice, out, gated=gated)
+    elif isinstance(rows, Int8Rows):
+        _multiply_int8(rows, packed, spec, out)
+    else:
+        dequantize.multiply(rows, packed, spec, out)
+
+
+def _form(packed: PackedWeight, spec: LinearSpec, choice: Choice) -> Form:
+    if not spec.scheme.act_bits:
+        return Form.PLAIN
+    return Form.INT8 if choice is not None or _has_int8_product(packed, spec) else Form.ROUNDED
+
+
+def form_before(tokens: int, packed: Packed, spec: LinearSpec) -> Form:
+    """The form in which a kernel before this product can leave its activations."""
     weight = PackedWeight(*packed)
     whole = weight.chunks * CHUNK_COLS == spec.cols and not len(weight.columns)
-    if not spec.scheme.act_bits or not whole or spec.cols > MAX_COLUMNS or not tokens:
-        return None
-    choice = choose(spec, tokens, weight.codes.device)
-    if isinstance(choice, SkinnyConfig):
-        return 0
-    if isinstance(choice, WideConfig) and wide.supports(weight, spec):
-        return choice.tokens
-    if isinstance(choice, GemmConfig) and gemm.supports(weight, spec):
-        return choice.tokens
-    return ROW_MAJOR if multiplies_int8(weight, spec) else ROUNDED
+    if not whole or spec.cols > MAX_COLUMNS or not tokens:
+        return Form.PLAIN
+    return _form(weight, spec, choose(spec, tokens, weight.codes.device))
+
+
+def apply_rows(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    """The product of activations that are rounded already, in the form that form_before gave. → [M, rows]"""
+    weight = PackedWeight(*packed)
+    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
+    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=weight.codes.device)
+    multiply(rows, weight, spec, choose(spec, tokens, out.device), out)
+    return out
 
 
 def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
@@ -152,59 +159,36 @@ def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
     choice = choose(spec, tokens, packed[0].device) if tokens else None
     if isinstance(choice, StreamConfig):
         return stream.gates(spec, tokens, choice)
-    if isinstance(choice, Gemm16Config):
-        return gemm16.gates(spec)
+    if isinstance(choice, GemmConfig):
+        return gemm.gates(spec)
     return isinstance(choice, SkinnyConfig) and skinny.gates(spec, tokens, choice)
 
 
-def apply_gated(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
-    """silu(gate) * up [M, rows / 2] of x [M, cols], for which `gates` holds."""
+def apply_gated(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
+    """silu(gate) * up [M, rows / 2], for which `gates` holds, of x [M, cols] or its rows as form_before allows."""
     weight = PackedWeight(*packed)
-    choice = choose(spec, len(x), x.device)
-    out = torch.empty(len(x), spec.rows // 2, dtype=spec.dtype, device=x.device)
-    with torch.cuda.device(x.device):
-        x = arrange_activations(x, weight)
-        if isinstance(choice, StreamConfig):
-            stream.multiply(x, weight, spec, choice, out, gated=True)
-        elif isinstance(choice, Gemm16Config):
-            gemm16.multiply(x, weight, spec, choice, out, gated=True)
-        else:
-            assert isinstance(choice, SkinnyConfig)
-            skinny.multiply(x, None, weight, spec, choice, out, gated=True)
+    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
+    out = torch.empty(tokens, spec.rows // 2, dtype=spec.dtype, device=weight.codes.device)
+    choice = choose(spec, tokens, out.device)
+    with torch.cuda.device(out.device):
+        if isinstance(rows, Tensor):
+            rows = ready(rows, weight, spec, choice)
+        multiply(rows, weight, spec, choice, out, gated=True)
     return out
 
 
-def multiplies_int8(packed: PackedWeight, spec: LinearSpec) -> bool:
-    """Whether many tokens go through int8_matmul: both sides int8, one scale a channel, and Triton is there."""
+def _has_int8_product(packed: PackedWeight, spec: LinearSpec) -> bool:
+    """Whether many tokens can go through int8_matmul: both sides int8, one scale a channel, and Triton is there."""
     scheme = spec.scheme
     plain = scheme.bits == 8 and scheme.act_bits == 8 and scheme.symmetric and scheme.group_size == PER_CHANNEL
     return plain and packed.chunks % 2 == 0 and not len(packed.columns) and util.find_spec("triton") is not None
 
 
-def int8_product(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> None:
-    """out = rows @ weight.T for a weight for which `multiplies_int8` holds; rows in ROW_MAJOR order."""
+def _multiply_int8(rows: Int8Rows, packed: PackedWeight, spec: LinearSpec, out: Tensor) -> None:
+    """out = rows @ weight.T for a weight for which `_has_int8_product` holds."""
     from qtool.runtime.kernels.cuda.int8_matmul import int8_matmul, unpack_rows
 
     int8_matmul(rows, unpack_rows(packed, spec.rows), packed.scales, out)
-
-
-def apply_rows(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
-    """The product of activations that are rounded already, in the order that int8_order gave. → [M, rows]"""
-    weight = PackedWeight(*packed)
-    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
-    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=weight.codes.device)
-    choice = choose(spec, tokens, out.device)
-    if isinstance(rows, Tensor):
-        dequantize.multiply(rows, weight, spec, out)
-    elif isinstance(choice, SkinnyConfig):
-        skinny.multiply(rows.codes, rows.scales, weight, spec, choice, out)
-    elif isinstance(choice, WideConfig) and wide.supports(weight, spec):
-        wide.multiply(rows.codes, rows.scales, weight, spec, choice, out)
-    elif isinstance(choice, GemmConfig) and gemm.supports(weight, spec):
-        gemm.multiply(rows.codes, rows.scales, weight, spec, choice, out)
-    else:
-        int8_product(rows, weight, spec, out)
-    return out
 
 
 def cuda_kernel() -> LinearKernel:

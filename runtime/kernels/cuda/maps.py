@@ -1,4 +1,4 @@
-"""What the tensor copy engine has to know of one product: the descriptions that stream.cu and gemm16.cu take (Maps)."""
+"""What the tensor copy engine has to know of one product: the descriptions that stream.cu and gemm.cu take (Maps)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qtool.runtime.kernels.cuda.driver import tensor_map
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, PackedWeight, kernel_group
 from qtool.runtime.kernels.interface import LinearSpec
 
-STEP_COLUMNS = 128  # that a block or warp multiplies at a time, unless it has no room for them
+_BOX_WORDS = 64  # 16-bit, of 128 bytes of a token
 
 
 def product_maps(
@@ -19,19 +19,19 @@ def product_maps(
     tokens: int,
     tiles: int,
     code_words: int,
-    step_columns: int = STEP_COLUMNS,
+    step_columns: int,
 ) -> bytes:
     """Descriptions of activations, codes, scales and zero points, one after another; unused ones are zeros.
 
     Args:
-        x: [M, 64 packed.chunks], 16-byte aligned.
-        packed: a weight for 16-bit activations.
+        x: [M, 64 packed.chunks] in 16 bits or int8, 16-byte aligned.
+        packed: the weight.
         spec: its linear.
-        tokens, tiles: that one copy brings, with 64 columns of activations, `code_words` 32-bit words of each tile's
+        tokens, tiles: that one copy brings, with 128 bytes of activations, `code_words` 32-bit words of each tile's
             codes, or the scales and zero points of `step_columns` (at least of one group).
     """
     columns = packed.chunks * CHUNK_COLS
-    acts = tensor_map(x.data_ptr(), len(x), columns, tokens, CHUNK_COLS, 2, swizzle=True)
+    acts = tensor_map(x.data_ptr(), len(x), columns * x.element_size() // 2, tokens, _BOX_WORDS, 2, swizzle=True)
     words = packed.chunks * 32 * spec.scheme.bits
     codes = tensor_map(packed.codes.data_ptr(), packed.tiles, words, tiles, code_words, 4)
     scales = zeros = bytes(len(codes))

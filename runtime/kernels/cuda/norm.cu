@@ -3,7 +3,7 @@
 // Macros: those of rows.cuh; ADD: there is a delta; QUANT.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* scales, int M, int K, float eps) {
+add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* scales, int K, float eps) {
   pdl_launch_dependents();
   __shared__ float scratch[2][THREADS / 32];
   const int row = blockIdx.x;
@@ -19,7 +19,7 @@ add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* s
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int i = u * THREADS + threadIdx.x;
-    const bool real = row < M && i < K / 8;
+    const bool real = i < K / 8;
     const u64 at = (u64)row * (K / 8) + i;
     unpack(real ? load_activations(hidden + at) : make_uint4(0, 0, 0, 0), x.v[u]);
 #if ADD
@@ -46,10 +46,10 @@ add_norm(uint4* hidden, const uint4* delta, const uint4* weight, u8* y, float* s
     unpack(normed, x.v[u]);                              // rounded as the 16-bit output is, so that both agree
 #else
     const int i = u * THREADS + threadIdx.x;
-    if (row < M && i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = normed;
+    if (i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = normed;
 #endif
   }
 #if QUANT
-  store_int8(x, row, M, K, y, scales, scratch[1]);
+  store_int8(x, row, K, y, scales, scratch[1]);
 #endif
 }

@@ -9,17 +9,15 @@ from functools import partial
 
 import torch
 
-from qtool.runtime.kernels.cuda import gemm, gemm16, skinny, stream, wide
-from qtool.runtime.kernels.cuda.choice import Choice, buckets_of, choose
+from qtool.runtime.kernels.cuda import gemm, skinny, stream
+from qtool.runtime.kernels.cuda.choice import BUCKETS, Choice, choose
 from qtool.runtime.kernels.cuda.driver import arch_of, source
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight
 from qtool.runtime.kernels.cuda.linear import NAME
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
 
 Job = tuple[str, tuple[tuple[str, int], ...]]
@@ -41,13 +39,9 @@ def job_of(
     elif isinstance(choice, StreamConfig):
         gated = gated and stream.gates(spec, tokens, choice)
         file, macros = "stream.cu", stream.macros(spec, scale_dtype, tokens, choice, gated=gated)
-    elif isinstance(choice, WideConfig):
-        file, macros = "wide.cu", wide.macros(spec, scale_dtype, choice)
     elif isinstance(choice, GemmConfig):
-        file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice)
-    elif isinstance(choice, Gemm16Config):
-        gated = gated and gemm16.gates(spec)
-        file, macros = "gemm16.cu", gemm16.macros(spec, scale_dtype, choice, gated=gated)
+        gated = gated and gemm.gates(spec)
+        file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice, gated=gated)
     else:
         return None
     return file, tuple(sorted(macros.items()))
@@ -60,25 +54,15 @@ def compile_job(arch: str, job: Job) -> None:
 
 
 def _job(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> Job | None:
-    """job_of a linear; None, too, where the kernel cannot multiply by it."""
-    spec, packed = linear.spec, PackedWeight(*linear.packed)
-    if isinstance(choice, WideConfig) and not wide.supports(packed, spec):
-        return None
-    if isinstance(choice, GemmConfig) and not gemm.supports(packed, spec):
-        return None
+    packed = PackedWeight(*linear.packed)
     gated = gated and linear.bias is None
-    return job_of(spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
+    return job_of(linear.spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
 
 
 def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
     """Numbers of tokens and what multiplies them, each kernel at least once."""
-    buckets = buckets_of(linear.spec)
-    few = [(tokens, choose(linear.spec, tokens, device)) for tokens in buckets]
-    beyond = buckets[-1] + 1
-    many = choose(linear.spec, beyond, device)
-    if isinstance(many, GemmConfig):
-        return [*few, *((beyond, config) for config in gemm.configs(linear.spec, exact=False))]
-    return [*few, (beyond, many)]
+    counts = (*BUCKETS, BUCKETS[-1] + 1)
+    return [(tokens, choose(linear.spec, tokens, device)) for tokens in counts]
 
 
 def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:

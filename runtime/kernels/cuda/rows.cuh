@@ -1,6 +1,6 @@
-// One row a block, held in registers: reductions, and rounding to int8 in the orders of the products. Follows common.cuh.
+// One row a block, held in registers: reductions, and rounding to int8. Follows common.cuh.
 // Macros: THREADS, a multiple of 32; UNITS: 16-byte units (8 columns) of a thread, unit u of thread i being u THREADS + i;
-//   TOKENS: order of int8 rows, see store_int8; BF16.
+//   ROUNDED: see store_int8; BF16.
 
 struct Row { float v[UNITS][8]; };
 
@@ -32,56 +32,39 @@ DEVICE float block_reduce(float v, float* scratch) {
   return v;
 }
 
-// The block's row to int8, scale = max |x| / 127 in scales[row]; rows from `rows` on only fill up a block of tokens.
-//
-// TOKENS 0: in the order in which the lanes of skinny.cu read them. Within 64 columns, column 32 h + 8 t + j goes to byte
-// 16 t + 8 h + j, so that one 16-byte load serves both tensor-core steps of a lane.
-//
-// TOKENS > 0: in the order in which wide.cu copies them. For each block of TOKENS tokens and each step of 128 columns,
-// TOKENS rows of 128 bytes; column 32 s + 8 t + 4 u + e becomes byte e of word t of 16-byte unit 2 s + u, and units of row
-// m are exchanged by m mod 8 (the 128-byte swizzle of shared memory).
-//
-// TOKENS -1: as they are. TOKENS -2: not as codes but as code times scale, in 16 bits again (scales are not written).
-DEVICE void store_int8(const Row& x, int row, int rows, int columns, u8* codes, float* scales, float* scratch) {
+// The block's row to int8, scale = max |x| / 127 in scales[row]. ROUNDED: not as codes but as code times scale, in 16 bits again
+// (scales are not written).
+DEVICE void store_int8(const Row& x, int row, int columns, u8* codes, float* scales, float* scratch) {
   float peak = 0.f;
 #pragma unroll
   for (int u = 0; u < UNITS; u++)
 #pragma unroll
     for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(x.v[u][j]));
   peak = block_reduce<true>(peak, scratch);
-#if TOKENS != -2
-  if (row < rows && threadIdx.x == 0) scales[row] = peak / 127.f;
-#endif
   const float inverse = peak > 0.f ? 127.f / peak : 0.f;  // |x inverse| rounds to 127 at most
   const float magic = 12582912.f;                        // 1.5 x 2^23: adding it rounds, ties to even, into the low bits
+#if !ROUNDED
+  if (threadIdx.x == 0) scales[row] = peak / 127.f;
+#endif
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int i = u * THREADS + threadIdx.x;
     if (i >= columns / 8) continue;
-#if TOKENS == -2
+    const u64 at = (u64)row * (columns / 8) + i;
+#if ROUNDED
     float rounded[8];
 #pragma unroll
     for (int j = 0; j < 8; j++)
       rounded[j] = (__fmaf_rn(x.v[u][j], inverse, magic) - magic) * (peak / 127.f);
-    ((uint4*)codes)[(u64)row * (columns / 8) + i] = pack(rounded);
-    continue;
-#endif
+    ((uint4*)codes)[at] = pack(rounded);
+#else
     u32 r[8], q[2];
 #pragma unroll
     for (int j = 0; j < 8; j++) r[j] = __float_as_uint(__fmaf_rn(x.v[u][j], inverse, magic));
 #pragma unroll
     for (int k = 0; k < 2; k++)
       q[k] = __byte_perm(__byte_perm(r[4 * k], r[4 * k + 1], 0x40), __byte_perm(r[4 * k + 2], r[4 * k + 3], 0x40), 0x5410);
-    const int s = i >> 2, t = i & 3;                     // columns 32 s + 8 t ...
-#if TOKENS > 0
-    const int m = row % TOKENS;
-    u8* to = codes + (((u64)(row / TOKENS) * (columns / 128) + (s >> 2)) * TOKENS + m) * 128 + t * 4;
-#pragma unroll
-    for (int w = 0; w < 2; w++) *(u32*)(to + (((2 * (s & 3) + w) ^ (m & 7)) << 4)) = q[w];
-#elif TOKENS == 0
-    *(uint2*)(codes + (u64)row * columns + (s >> 1) * 64 + t * 16 + (s & 1) * 8) = make_uint2(q[0], q[1]);
-#else
-    *(uint2*)(codes + (u64)row * columns + i * 8) = make_uint2(q[0], q[1]);
+    ((uint2*)codes)[at] = make_uint2(q[0], q[1]);
 #endif
   }
 }

@@ -1,8 +1,8 @@
 // The gated activation: y [M, K] = silu(gate) * up, of gate and up side by side [M, 2 K]; 16 bits, or int8 (QUANT).
-// After gated.cuh. Macros: those of rows.cuh; QUANT. Grid: M (with QUANT: and tokens that fill up a block), pieces of UNITS THREADS units.
+// After gated.cuh. Macros: those of rows.cuh; QUANT. Grid: M, pieces of UNITS THREADS units.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
+silu_mul(const uint4* gate_up, u8* y, float* scales, int K) {
   pdl_launch_dependents();
   __shared__ float scratch[THREADS / 32];
   pdl_wait();
@@ -15,7 +15,7 @@ silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       from[u][k] = make_uint4(0, 0, 0, 0);
-      if (row < M && i < K / 8) from[u][k] = load_activations(gate_up + (u64)row * (K / 4) + k * (K / 8) + i);
+      if (i < K / 8) from[u][k] = load_activations(gate_up + (u64)row * (K / 4) + k * (K / 8) + i);
     }
   }
 #pragma unroll
@@ -30,10 +30,10 @@ silu_mul(const uint4* gate_up, u8* y, float* scales, int M, int K) {
     unpack(product, x.v[u]);                             // rounded as the 16-bit output is, so that both agree
 #else
     const int i = (blockIdx.y * UNITS + u) * THREADS + threadIdx.x;
-    if (row < M && i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
+    if (i < K / 8) ((uint4*)y)[(u64)row * (K / 8) + i] = product;
 #endif
   }
 #if QUANT
-  store_int8(x, row, M, K, y, scales, scratch);
+  store_int8(x, row, K, y, scales, scratch);
 #endif
 }

@@ -34,6 +34,14 @@ typedef Partial Sum;
 DEVICE float part_to_float(float part) { return part; }
 DEVICE float part_to_float(int part) { return small_int_to_float(part); }   // at most 255 * 127 * 128
 
+#if ACT_BITS == 8
+// A lane has 16 columns of a chunk, in two pairs of words, one for each product. A half of a chunk is one of them; where groups
+// are of 32, both of half of the lanes, and the others' activations count as zeros.
+#define FIRST_PAIR(h) (GROUP == 32 ? 0 : (h))
+#define LAST_PAIR(h) (GROUP == 32 ? 1 : (h))
+DEVICE u32 act_word(const uint4& x, int k, int h, int t) { return GROUP == 32 && t >> 1 != h ? 0 : word(x, k); }
+#endif
+
 struct Slot {                                            // one step's weights of one warp, on their way
   uint4 codes[NT][CH * LOADS];
 #if GROUP
@@ -45,7 +53,7 @@ struct Slot {                                            // one step's weights o
 };
 
 // W: codes in fragment order. S: group scales [tile, group, 8, 2] 16-bit, or float [N] per channel. Z: zero points
-// [tile, group, 8, 2] u8 (ASYM). X: [M, K] activations, or int8 in the order of quantize.cu with float scales XS [M].
+// [tile, group, 8, 2] u8 (ASYM). X: [M, K] activations, or int8 with float scales XS [M].
 // steps: K / (64 CH).
 extern "C" __global__ void __launch_bounds__(KW * 32, MINB)
 skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __restrict__ Z, const u8* X, const float* XS,
@@ -68,7 +76,7 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
 #else
     const int tile = min((int)blockIdx.x * NT + n, tiles - 1);
 #endif
-    codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + (ACT_BITS == 16 ? unit_place(lane) : lane);
+    codes[n] = W + (u64)tile * steps * (CH * LOADS * 32) + unit_place(lane);
 #if GROUP || ASYM
     groups_before[n] = GROUP ? (u32)tile * steps * SCALES : tile;
 #endif
@@ -142,8 +150,10 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
         const u32 one = WEIGHT_BITS == 4 ? 0x10101010u : 0x01010101u;
         const u32 ones[4] = {one, one, one, one};
         UNROLL for (int half = group * HALVES; half < (group + 1) * HALVES; half++)
-          UNROLL for (int m = 0; m < MT; m++)
-            mma(xsum[m], ones, word(x[xs][half >> 1][m][0], 2 * (half & 1)), word(x[xs][half >> 1][m][0], 2 * (half & 1) + 1));
+          UNROLL for (int j = FIRST_PAIR(half & 1); j <= LAST_PAIR(half & 1); j++)
+            UNROLL for (int m = 0; m < MT; m++)
+              mma(xsum[m], ones, act_word(x[xs][half >> 1][m][0], 2 * j, half & 1, t),
+                  act_word(x[xs][half >> 1][m][0], 2 * j + 1, half & 1, t));
 #endif
         UNROLL for (int n = 0; n < NT; n++) {
 #if GROUP
@@ -177,15 +187,17 @@ skinny(const uint4* __restrict__ W, const void* __restrict__ S, const u16* __res
               UNROLL for (int m = 0; m < MT; m++) mma(part[m], a, word(x[xs][c][m][h], 2 * j), word(x[xs][c][m][h], 2 * j + 1));
             }
 #else
+            UNROLL for (int j = FIRST_PAIR(h); j <= LAST_PAIR(h); j++) {
 #if WEIGHT_BITS == 4                                     // signed nibbles as bytes of 16 times their value
-            const u32 q0 = word(slot.codes[n][c], 2 * h), q1 = word(slot.codes[n][c], 2 * h + 1);
-            const u32 a[4] = {(q0 << 4) & 0xf0f0f0f0u, q0 & 0xf0f0f0f0u, (q1 << 4) & 0xf0f0f0f0u, q1 & 0xf0f0f0f0u};
+              const u32 q0 = word(slot.codes[n][c], 2 * j), q1 = word(slot.codes[n][c], 2 * j + 1);
+              const u32 a[4] = {(q0 << 4) & 0xf0f0f0f0u, q0 & 0xf0f0f0f0u, (q1 << 4) & 0xf0f0f0f0u, q1 & 0xf0f0f0f0u};
 #else
-            const uint4 q = slot.codes[n][2 * c + h];
-            const u32 a[4] = {q.x, q.y, q.z, q.w};
+              const uint4 q0 = slot.codes[n][2 * c], q1 = slot.codes[n][2 * c + 1];   // of rows g and g + 8
+              const u32 a[4] = {word(q0, 2 * j), word(q1, 2 * j), word(q0, 2 * j + 1), word(q1, 2 * j + 1)};
 #endif
-            UNROLL for (int m = 0; m < MT; m++)
-              mma(part[m], a, word(x[xs][c][m][0], 2 * h), word(x[xs][c][m][0], 2 * h + 1));
+              UNROLL for (int m = 0; m < MT; m++)
+                mma(part[m], a, act_word(x[xs][c][m][0], 2 * j, h, t), act_word(x[xs][c][m][0], 2 * j + 1, h, t));
+            }
 #endif
           }
 #if GROUP

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from qtool.runtime.kernels.cuda.driver import Kernel, load_kernel
 from qtool.runtime.kernels.cuda.layout import CHUNK_COLS, TILE_ROWS, PackedWeight, kernel_group
-from qtool.runtime.kernels.cuda.maps import STEP_COLUMNS, product_maps
+from qtool.runtime.kernels.cuda.maps import product_maps
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.cuda.skinny import token_tiles, weight_macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 16
+STEP_COLUMNS = 128  # that a warp multiplies at a time
 _CODE_WORDS = 256  # 32-bit, of a tile in one copy
 # Of an SM:
 _SHARED_BYTES = 228 * 1024
@@ -138,7 +139,7 @@ def multiply(
         config = config.paired
     tokens, steps = len(x), -(-packed.chunks * CHUNK_COLS // STEP_COLUMNS)
     tiles = config.tiles // 2 if gated else config.tiles
-    maps = product_maps(x, packed, spec, tokens=tokens, tiles=tiles, code_words=_CODE_WORDS)
+    maps = product_maps(x, packed, spec, tokens=tokens, tiles=tiles, code_words=_CODE_WORDS, step_columns=STEP_COLUMNS)
     kernel(x.device, packed, spec, tokens, config, gated=gated).launch(
         (-(-packed.tiles // config.tiles), 1, 1),
         config.warps * 32,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -17,19 +16,14 @@ from torch import Tensor
 from qtool.quant.errors import QtoolError
 from qtool.quant.progress import ProgressFn, silent
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import dequantize, gemm, gemm16, skinny, stream, wide
+from qtool.runtime.kernels.cuda import dequantize, gemm, skinny, stream
 from qtool.runtime.kernels.cuda.choice import Choice, key
 from qtool.runtime.kernels.cuda.driver import arch_of
-from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, pack_weight
-from qtool.runtime.kernels.cuda.linear import int8_product, multiplies_int8
+from qtool.runtime.kernels.cuda.linear import multiply, ready
 from qtool.runtime.kernels.cuda.precompile import compile_job, job_of
-from qtool.runtime.kernels.cuda.rows import ROW_MAJOR, quantize_rows, round_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
-from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.cuda.timing import calls_of, copies, graph_microseconds, in_turns, settling
-from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
 _WRONG = 0.02  # relative difference from the dequantized product that no rounding explains
@@ -37,7 +31,6 @@ _CLOSE = 1.05  # times the fastest's time: candidates that are measured again,
 _TURNS = 5  # so often, in turns
 
 _SHARED_BYTES = 220_000  # of an SM, for all its blocks
-_SPLITS = (1, 2, 3, 4, 6, 8)  # blocks of a cluster
 
 # By number of tokens: the smallest set of cuts that holds, for each linear layer of a 7B model and each of w4g128,
 # w4g128a8 and w8a8, one within 1.5 % of the fastest of an exhaustive search (40 to 240 cuts) on an H200; and small cuts
@@ -105,29 +98,6 @@ def skinny_candidates(spec: LinearSpec, tokens: int, clusters: bool) -> Iterator
             yield config
 
 
-def wide_candidates(spec: LinearSpec, tokens: int, num_sms: int) -> Iterator[WideConfig]:
-    """Ways to cut wide.cu that fit the registers and leave few SMs idle."""
-    for block_tokens, warpgroups, tiles, prefetch in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2), (2, 4)):
-        if not tokens / 2 <= block_tokens <= max(16, tokens) and (block_tokens, tokens) != (64, 256):
-            continue
-        sums = block_tokens // 2 * (2 if spec.scheme.group_size > 0 else 1)
-        registers = 28 + tiles * (sums + 32 + prefetch * (2 * spec.scheme.bits + 1))
-        if registers > 65536 // (128 * max(2, warpgroups)):
-            continue
-        row_blocks = -(-spec.rows // (64 * warpgroups * tiles)) * -(-tokens // block_tokens)
-        config = WideConfig(block_tokens, warpgroups, tiles, prefetch=prefetch)
-        together = min(65536 // (registers * 128 * warpgroups), _SHARED_BYTES // config.shared_bytes)
-        slots = num_sms * max(1, together)
-
-        def busy(split: int, row_blocks: int = row_blocks, slots: int = slots) -> float:
-            """Share of the device's slots that work, over the waves it takes."""
-            blocks = row_blocks * split
-            return blocks / (-(-blocks // slots) * slots)
-
-        for split in sorted(_SPLITS, key=lambda s: (-round(busy(s), 1), s))[:2]:
-            yield WideConfig(block_tokens, warpgroups, tiles, split, prefetch)
-
-
 def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choice]:
     """All ways worth measuring on `device`."""
     properties = torch.cuda.get_device_properties(device)
@@ -137,13 +107,8 @@ def candidates(spec: LinearSpec, tokens: int, device: torch.device) -> list[Choi
         found += skinny_candidates(spec, tokens, properties.major >= 9)
     if hopper and not spec.scheme.act_bits:
         found += stream.candidates(spec, tokens)
-    if hopper and tokens > 8 and not spec.scheme.act_bits:
-        found += gemm16.candidates(spec, tokens, properties.multi_processor_count)
-    if hopper and tokens > 8 and spec.scheme.act_bits and spec.cols % 128 == 0:
-        if spec.scheme.symmetric:
-            found += wide_candidates(spec, tokens, properties.multi_processor_count)
-        if tokens > 32 and (spec.scheme.symmetric or spec.scheme.bits == 4):
-            found += [config for config in gemm.configs(spec, exact=True) if config.tokens <= 2 * tokens]
+    if hopper and tokens > 8:
+        found += gemm.candidates(spec, tokens, properties.multi_processor_count)
     if tokens > 16:
         found.append(None)
     return found
@@ -187,27 +152,8 @@ def product(
 ) -> Callable[[int], object]:
     """The product by one choice as a function of a number, by which weights take turns. Rounding activations to int8 is
     done already: a layer before can do it."""
-    x = arrange_activations(x, rounds[0])
-    count = len(rounds)
-    if isinstance(choice, SkinnyConfig):
-        rows = quantize_rows(x, 0) if spec.scheme.act_bits else None
-        codes, scales = (x, None) if rows is None else (rows.codes, rows.scales)
-        return lambda i: skinny.multiply(codes, scales, rounds[i % count], spec, choice, out)
-    if isinstance(choice, StreamConfig):
-        return lambda i: stream.multiply(x, rounds[i % count], spec, choice, out)
-    if isinstance(choice, Gemm16Config):
-        return lambda i: gemm16.multiply(x, rounds[i % count], spec, choice, out)
-    if isinstance(choice, WideConfig) and wide.supports(rounds[0], spec):
-        ready = quantize_rows(x, choice.tokens)
-        return lambda i: wide.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
-    if isinstance(choice, GemmConfig) and gemm.supports(rounds[0], spec):
-        ready = quantize_rows(x, choice.tokens)
-        return lambda i: gemm.multiply(ready.codes, ready.scales, rounds[i % count], spec, choice, out)
-    if multiplies_int8(rounds[0], spec):
-        plain = quantize_rows(x, ROW_MAJOR)
-        return lambda i: int8_product(plain, rounds[i % count], spec, out)
-    rounded = round_rows(x) if spec.scheme.act_bits else x
-    return lambda i: dequantize.multiply(rounded, rounds[i % count], spec, out)
+    rows = ready(x, rounds[0], spec, choice)
+    return lambda i: multiply(rows, rounds[i % len(rounds)], spec, choice, out)
 
 
 def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
@@ -224,7 +170,7 @@ def tune(
     Args:
         weight: of the spec; its values do not matter to the times.
         spec: the linear.
-        token_counts: of choice.buckets_of(spec).
+        token_counts: of choice.BUCKETS.
 
     Returns:
         choice.key → the measured candidates: the fastest that may be used first, those with a problem last.

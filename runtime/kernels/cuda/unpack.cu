@@ -7,15 +7,14 @@ unpack(const uint4* __restrict__ W, u8* out, int N, int chunks) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int chunk = blockIdx.x * 8 + (threadIdx.x >> 5), tile = blockIdx.y;
   if (chunk < chunks) {
-    const uint4* from = W + ((u64)tile * chunks + chunk) * 64 + lane;
-    const uint4 q[2] = {load_weights(from), load_weights(from + 32)};
+    const uint4* from = W + ((u64)tile * chunks + chunk) * 64 + unit_place(lane);
+    const uint4 q[2] = {load_weights(from), load_weights(from + 32)};   // of rows g and g + 8
     pdl_wait();                                          // whoever reads `out` now is done before it is written
     const u64 width = (u64)chunks * 64;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      u8* to = out + (u64)(tile * 16 + g) * width + chunk * 64 + h * 32 + t * 8;
-      if (tile * 16 + g < N) *(uint2*)to = make_uint2(q[h].x, q[h].z);
-      if (tile * 16 + g + 8 < N) *(uint2*)(to + 8 * width) = make_uint2(q[h].y, q[h].w);
+    for (int half = 0; half < 2; half++) {
+      const int row = tile * 16 + half * 8 + g;
+      if (row < N) *(uint4*)(out + row * width + chunk * 64 + t * 16) = q[half];
     }
   } else {
     pdl_wait();

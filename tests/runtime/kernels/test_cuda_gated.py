@@ -9,13 +9,13 @@ from torch.nn import functional
 
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import gemm16, skinny, stream
+from qtool.runtime.kernels.cuda import gemm, skinny, stream
 from qtool.runtime.kernels.cuda.choice import choose
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
+from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.layer_ops import CUDA_OPS
 from qtool.runtime.kernels.cuda.layout import pack_weight
-from qtool.runtime.kernels.cuda.linear import apply_choice, apply_gated, gates
-from qtool.runtime.kernels.cuda.rows import quantize_rows, silu_mul
+from qtool.runtime.kernels.cuda.linear import apply_choice, apply_gated, gates, ready
+from qtool.runtime.kernels.cuda.rows import Form, Int8Rows, silu_mul
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec, QuantLinear
@@ -25,8 +25,8 @@ from qtool.runtime.models.layers import make_linear
 SEED = torch.seed() % (1 << 31)
 CONFIGS = [SkinnyConfig(2, 4), SkinnyConfig(4, 4, prefetch=1), SkinnyConfig(2, 8, 2, prefetch=1, prefetch_x=True)]
 STREAM_CONFIGS = [StreamConfig(2, 4, 1), StreamConfig(5, 2, 2)]
-GEMM16_CUTS = [
-    Gemm16Config(*cut)
+GEMM_CUTS = [
+    GemmConfig(*cut)
     for cut in (
         (16, 2, 1), (32, 3, 2), (64, 3, 5), (64, 4, 1), (96, 3, 1), (128, 2, 2), (192, 3, 1), (256, 2, 1),
     )
@@ -57,8 +57,8 @@ def test_only_whole_tiles_of_both_halves_gate() -> None:
     assert not stream.gates(spec, 17, StreamConfig(5, 4))
     assert not stream.gates(spec, 8, StreamConfig(1, 4))
     assert not stream.gates(LinearSpec(400, 128, QuantScheme(4, 32)), 8, StreamConfig(5, 4))
-    assert gemm16.gates(spec)
-    assert not gemm16.gates(LinearSpec(400, 128, QuantScheme(4, 32)))
+    assert gemm.gates(spec)
+    assert not gemm.gates(LinearSpec(400, 128, QuantScheme(4, 32)))
 
 
 def activations(tokens: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -66,6 +66,10 @@ def activations(tokens: int, cols: int, dtype: torch.dtype) -> Tensor:
     x = torch.randint(-127, 128, (tokens, cols), device="cuda") / 64
     x[:, 0] = 127 / 64
     return x.to(dtype)
+
+
+def as_arguments(rows: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:
+    return (rows.codes, rows.scales) if isinstance(rows, Int8Rows) else (rows, None)
 
 
 def largest_error(x: Tensor, weight: QuantizedWeight, float32: float = 2e-5) -> tuple[Tensor, Tensor]:
@@ -93,15 +97,14 @@ def test_the_product_leaves_what_silu_makes_of_it(name: str, dtype: torch.dtype)
         for tokens in (1, 5, 8, 13, 30):
             x = activations(tokens, cols, dtype)
             exact, bound = largest_error(x, weight)
-            rounded = quantize_rows(x, 0) if scheme.act_bits else None
-            given = (x, None) if rounded is None else (rounded.codes, rounded.scales)
+            given = as_arguments(ready(x, packed, spec, CONFIGS[0]))
             for config in CONFIGS:
                 if config.split > 1 and torch.cuda.get_device_capability()[0] < 9:
                     continue
                 out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
                 skinny.multiply(*given, packed, spec, config, out, gated=True)
                 what = (name, rows, tokens, config, SEED)
-                assert torch.equal(out, silu_mul(apply_choice(x, packed, spec, config), None)), what
+                assert torch.equal(out, silu_mul(apply_choice(x, packed, spec, config), Form.PLAIN)), what
                 assert bool(((out.double() - exact).abs() <= bound).all()), what
             if scheme.act_bits or tokens > 16 or torch.cuda.get_device_capability() != (9, 0):
                 continue
@@ -111,47 +114,52 @@ def test_the_product_leaves_what_silu_makes_of_it(name: str, dtype: torch.dtype)
                 stream.multiply(x, packed, spec, cut, out, gated=True)
                 whole = torch.empty(tokens, rows, dtype=dtype, device="cuda")
                 stream.multiply(x, packed, spec, cut.paired, whole)
-                assert torch.equal(out, silu_mul(whole, None)), (name, rows, tokens, cut, SEED)
+                assert torch.equal(out, silu_mul(whole, Form.PLAIN)), (name, rows, tokens, cut, SEED)
                 assert bool(((out.double() - exact).abs() <= bound).all()), (name, rows, tokens, cut, SEED)
 
 
-def check_gemm16(name: str, shape: tuple[int, int], tokens: int, cut: Gemm16Config, dtype: torch.dtype) -> None:
+def check_gemm(name: str, shape: tuple[int, int], tokens: int, cut: GemmConfig, dtype: torch.dtype) -> None:
     """Against float64; and where the parts of a tile do not depend on its place, bit for bit."""
     scheme = QuantScheme.parse(name)
     weight = make_weight(*shape, scheme)
     spec = LinearSpec(*shape, scheme, dtype=dtype)
-    packed = pack_weight(weight, 16, torch.device("cuda"))
+    packed = pack_weight(weight, scheme.act_bits or 16, torch.device("cuda"))
     x = activations(tokens, shape[1], dtype)
+    given = as_arguments(ready(x, packed, spec, cut))
     out = torch.full((tokens, shape[0] // 2), torch.nan, dtype=dtype, device="cuda")
-    gemm16.multiply(x, packed, spec, cut, out, gated=True)
+    gemm.multiply(*given, packed, spec, cut, out, gated=True)
     what = (name, shape, tokens, cut, SEED)
     whole = apply_choice(x, packed, spec, cut)
-    if cut.split != gemm16.EVEN:
-        assert torch.equal(out, silu_mul(whole, None)), what
+    if cut.split != gemm.EVEN:
+        assert torch.equal(out, silu_mul(whole, Form.PLAIN)), what
     few_roundings = 4 * (2.0**-11 if dtype == torch.float16 else 2.0**-8)
-    assert float((out.double() - silu_mul(whole, None).double()).norm() / out.double().norm()) < few_roundings, what
+    assert float((out.double() - silu_mul(whole, Form.PLAIN).double()).norm() / out.double().norm()) < few_roundings, (
+        what
+    )
     gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, dim=1)
     want = functional.silu(gate) * up
     assert float((out.double() - want).norm() / want.norm()) < few_roundings, what
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="gemm16.cu is for compute capability 9.0")
+@pytest.mark.skipif(not HOPPER, reason="gemm.cu is for compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", [name for name in SCHEMES if QuantScheme.parse(name).act_bits is None] + ["w4-asym"])
+@pytest.mark.parametrize("name", [*SCHEMES, "w4-asym"])
 def test_wide_products_leave_what_silu_makes_of_them(name: str, dtype: torch.dtype) -> None:
-    for cut in GEMM16_CUTS:
+    for cut in GEMM_CUTS:
+        if not gemm.fits(LinearSpec(32, 256, QuantScheme.parse(name)), cut):
+            continue
         for shape in ((416, 1152), (32, 256), (2 * 1104, 384)):
             for tokens in (1, 47, 300):
-                check_gemm16(name, shape, tokens, cut, dtype)
+                check_gemm(name, shape, tokens, cut, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="gemm16.cu is for compute capability 9.0")
-@pytest.mark.parametrize("cut", [Gemm16Config(256, 2, gemm16.EVEN), Gemm16Config(128, 3, gemm16.EVEN)])
-def test_wide_products_that_share_tiles_leave_what_silu_makes_of_them(cut: Gemm16Config) -> None:
-    for name in ("w4g128", "w8"):
-        check_gemm16(name, (2 * 4000, 640), 1600, cut, torch.float16)
+@pytest.mark.skipif(not HOPPER, reason="gemm.cu is for compute capability 9.0")
+@pytest.mark.parametrize("cut", [GemmConfig(256, 2, gemm.EVEN), GemmConfig(128, 3, gemm.EVEN)])
+def test_wide_products_that_share_tiles_leave_what_silu_makes_of_them(cut: GemmConfig) -> None:
+    for name in ("w4g128", "w8", "w8a8"):
+        check_gemm(name, (2 * 4000, 640), 1600, cut, torch.float16)
 
 
 @pytest.mark.gpu
@@ -183,6 +191,6 @@ def test_a_block_agrees_with_torch(name: str) -> None:
             packed = pack_weight(gate_up, scheme.act_bits or 16, device)
             choice = choose(spec, tokens, device)
             both = apply_choice(y, packed, spec, choice.paired if isinstance(choice, StreamConfig) else choice)
-            assert torch.equal(apply_gated(y, packing, spec), silu_mul(both, None))
+            assert torch.equal(apply_gated(y, packing, spec), silu_mul(both, Form.PLAIN))
     assert found[1] == (scheme.act_bits is None)
-    assert found[300] == (scheme.act_bits is None and HOPPER)
+    assert found[300] == HOPPER

@@ -1,4 +1,5 @@
-"""gemm.cu against float64 products of the dequantized weight: schemes, tokens, types, tiles; its choice of tile."""
+"""gemm.cu with int8 activations against float64 products of the dequantized weight: schemes, tokens, types, cuts; the
+choice among them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import gemm
 from qtool.runtime.kernels.cuda.choice import choose, decode, encode
-from qtool.runtime.kernels.cuda.gemm import GemmConfig
+from qtool.runtime.kernels.cuda.gemm import EVEN, GemmConfig
 from qtool.runtime.kernels.cuda.layout import pack_weight
 from qtool.runtime.kernels.cuda.linear import apply, apply_choice
 from qtool.runtime.kernels.interface import LinearSpec
@@ -74,11 +75,13 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     del poison  # its memory is most likely the output's
     if config is None:
         y = apply(x, (packed.codes, packed.scales, packed.zeros, packed.columns), spec)
+        chosen = choose(spec, tokens, device)
+        assert isinstance(chosen, GemmConfig)
+        progressive = chosen.progressive
     else:
-        assert gemm.supports(packed, spec)
         y = apply_choice(x, packed, spec, config)
+        progressive = config.progressive
     exact = rounded(x)
-    progressive = (config or choose(spec, tokens, device)) not in gemm.configs(spec, exact=True)
     dense = in_8_bits(weight).T if progressive else weight.dequantize(torch.float64).T
     size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
     error = ((y.double() - exact @ dense).abs() - doubtful(x) @ dense.abs()).clamp_min(0)
@@ -90,8 +93,15 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     assert float((error / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
 
 
-def every_config(spec: LinearSpec) -> list[GemmConfig]:
-    return list(dict.fromkeys([*gemm.configs(spec, exact=True), *gemm.configs(spec, exact=False)]))
+A_FEW_CUTS = [GemmConfig(64, 3, 3), GemmConfig(96, 2, EVEN), GemmConfig(64, 2), GemmConfig(256, 2, progressive=True)]
+CUTS = [
+    GemmConfig(*cut, progressive)
+    for cut in (
+        (16, 2, 1), (32, 3, 2), (32, 4, 1), (64, 3, 5), (64, 4, 1), (64, 2, EVEN), (96, 3, EVEN), (128, 2, 4),
+        (160, 2, EVEN), (160, 2, 2), (192, 3, 1), (224, 2, 2), (256, 2, 1), (256, 2, EVEN),
+    )
+    for progressive in (False, True)
+]  # fmt: skip
 
 
 def test_half_of_the_largest_activation_may_round_either_way() -> None:
@@ -109,35 +119,75 @@ class TestOnHopper:
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("warpgroup tensor cores are Hopper's")
 
+    @staticmethod
+    def check_around(weight: QuantizedWeight, config: GemmConfig, dtype: torch.dtype) -> None:
+        """Numbers of tokens about a tile's."""
+        size = config.tokens
+        for tokens in (1, size - 1, size, 2 * size + 3):
+            if weight.shape[0] * tokens > 30:  # fewer sums do not average their errors
+                check(weight, tokens, dtype, config)
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
     @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
     def test_every_scheme(self, scheme: QuantScheme, dtype: torch.dtype) -> None:
         for rows, cols in [(208, 1152), (2056, 512), (37, 128), (9, 640)]:
             weight = make_weight(rows, cols, scheme)
-            for config in every_config(LinearSpec(rows, cols, scheme, dtype=dtype)):
-                size = config.tokens
-                for tokens in (1, size - 1, size, 2 * size + 3):
-                    if rows * tokens > 30:  # fewer sums do not average their errors
-                        check(weight, tokens, dtype, config)
+            for config in A_FEW_CUTS:
+                if gemm.fits(LinearSpec(rows, cols, scheme, dtype=dtype), config):
+                    self.check_around(weight, config, dtype)
+
+    @pytest.mark.parametrize("config", CUTS, ids=str)
+    @pytest.mark.parametrize("name", ["w4g128a8", "w8a8", "w4g64a8-asym"])
+    def test_every_cut(self, name: str, config: GemmConfig) -> None:
+        scheme = QuantScheme.parse(name)
+        if not gemm.fits(LinearSpec(64, 512, scheme), config):
+            pytest.skip("no such way, or more sums than registers")
+        for rows, cols in [(2064, 1024), (130, 11008)]:
+            self.check_around(make_weight(rows, cols, scheme), config, torch.float16)
+
+    @pytest.mark.parametrize("name", ["w4g64a8", "w8a8", "w4g32a8-asym"])
+    def test_an_odd_number_of_chunks(self, name: str) -> None:
+        """Steps are two chunks of 64 columns: the last one is half empty."""
+        for cols in (64, 192, 576):
+            weight = make_weight(200, cols, QuantScheme.parse(name))
+            for config in (GemmConfig(64, 3), GemmConfig(32, 2, split=2)):
+                check(weight, 70, torch.float16, config)
 
     @pytest.mark.parametrize("name", ["w4g128a8", "w8a8", "w4g64a8-asym"])
     def test_more_tiles_than_multiprocessors(self, name: str) -> None:
-        check(make_weight(4096, 4096, QuantScheme.parse(name)), 1600, torch.float16, GemmConfig(128))
-        check(make_weight(22016, 1024, QuantScheme.parse(name)), 300, torch.bfloat16, GemmConfig(64))
+        check(make_weight(4096, 4096, QuantScheme.parse(name)), 1600, torch.float16, GemmConfig(128, 2))
+        check(make_weight(22016, 1024, QuantScheme.parse(name)), 300, torch.bfloat16, GemmConfig(64, 3))
+
+    @pytest.mark.parametrize("cut", [GemmConfig(96, 3, EVEN), GemmConfig(160, 2, EVEN), GemmConfig(256, 2, EVEN, True)])
+    @pytest.mark.parametrize("name", ["w4g64a8-asym", "w8a8", "w4g128a8"])
+    def test_tiles_are_shared_evenly(self, name: str, cut: GemmConfig) -> None:
+        """The last of many, and one or few among all multiprocessors; alike at every launch."""
+        scheme = QuantScheme.parse(name)
+        if not gemm.fits(LinearSpec(64, 512, scheme), cut):
+            pytest.skip("no such way")
+        for rows, cols, tokens in ((4000, 1152, 1600), (384, 4096, 150), (40, 11008, 300)):
+            weight = make_weight(rows, cols, scheme)
+            spec = LinearSpec(rows, cols, scheme, dtype=torch.float16)
+            packed = pack_weight(weight, 8, weight.codes.device)
+            check(weight, tokens, torch.float16, cut)
+            x = torch.randn(tokens, cols, device="cuda").half()
+            first = apply_choice(x, packed, spec, cut)
+            for _ in range(100):  # more launches than take turns: each must leave its flags as it found them
+                again = apply_choice(x, packed, spec, cut)
+            assert torch.equal(first, again)
 
     def test_scale_types(self) -> None:
         for name in ("w4g128a8", "w8a8"):
             for scale_dtype in (torch.float16, torch.bfloat16, torch.float32):
                 weight = make_weight(64, 512, QuantScheme.parse(name), scale_dtype)
-                check(weight, 70, torch.bfloat16, GemmConfig(64))
-                check(weight, 70, torch.float16, GemmConfig(128))
+                check(weight, 70, torch.bfloat16, GemmConfig(64, 2))
+                check(weight, 70, torch.float16, GemmConfig(128, 2))
 
     @pytest.mark.parametrize("name", ["w4g128a8", "w4g128a8-asym", "w8a8"])
     def test_the_dispatch_takes_it_for_many_tokens(self, name: str) -> None:
         spec = LinearSpec(512, 512, QuantScheme.parse(name), dtype=torch.float16)
         weight = make_weight(512, 512, spec.scheme)
-        for tokens in (257, 512, 1000, 2048):
-            assert isinstance(choose(spec, tokens, weight.codes.device), GemmConfig)
+        for tokens in (100, 136, 257, 512, 1000, 2048, 2100):
             check(weight, tokens, torch.float16, None)
 
 
@@ -154,29 +204,33 @@ def test_progressive_products_err_by_half_a_step_of_8_bits_a_weight() -> None:
     weight = QuantizedWeight(codes, scale, None, scheme)
     x = torch.randn(512, 4096, device="cuda").half()
     spec = LinearSpec(1024, 4096, scheme, dtype=torch.float16)
-    y = apply_choice(x, pack_weight(weight, 8, x.device), spec, GemmConfig(128, progressive=True))
+    y = apply_choice(x, pack_weight(weight, 8, x.device), spec, GemmConfig(128, 2, progressive=True))
     error = float((y.double() - rounded(x) @ weight.dequantize(torch.float64).T).norm())
     step = 8 * scale.double().amax(dim=1) / 127
     assert error < 1.1 * float(rounded(x).norm() * step.norm() / 12**0.5)
 
 
-def test_the_tile_fills_the_device() -> None:
-    w8a8, w4a8, grouped = (LinearSpec(4096, 4096, QuantScheme.parse(n)) for n in ("w8a8", "w4g128a8", "w8g64a8"))
-    assert gemm.pick(w8a8, 1024, 132) == GemmConfig(256)  # 128 tiles, one round; smaller ones take two or more
-    assert gemm.pick(w8a8, 512, 132) == GemmConfig(128)  # again one round of 128
-    assert gemm.pick(w4a8, 1024, 132) == GemmConfig(256, progressive=True)
-    assert gemm.pick(w4a8, 256, 132) == GemmConfig(64)  # one round, and nothing rounded anew
-    assert gemm.pick(grouped, 2048, 132) == GemmConfig(128)  # the most that its sums leave room for
+def test_few_tokens_are_multiplied_exactly() -> None:
+    spec = LinearSpec(4096, 4096, QuantScheme.parse("w4g128a8"))
+    assert not any(config.progressive for config in gemm.configs(spec, 128))
+    assert any(config.progressive for config in gemm.configs(spec, 129))
+    assert gemm.candidates(spec, 2048, 132)[0].progressive
+    for name in ("w8a8", "w4a8", "w4g128", "w8g64a8"):
+        assert not any(
+            config.progressive for config in gemm.configs(LinearSpec(4096, 4096, QuantScheme.parse(name)), 512)
+        )
 
 
-def test_every_tile_fits_a_multiprocessor() -> None:
+def test_every_cut_fits_a_multiprocessor() -> None:
     for scheme in SCHEMES:
         spec = LinearSpec(4096, 4096, scheme)
-        for config in every_config(spec):
-            assert gemm.stages(spec, config) >= 4
-            assert gemm.shared_bytes(spec, config) <= 226 * 1024
+        for tokens in (16, 64, 2048):
+            assert gemm.configs(spec, tokens)
+            for config in gemm.configs(spec, tokens):
+                assert config.ring(spec).stages >= 3
+                assert config.shared_bytes(spec) <= 226 * 1024
 
 
 def test_a_choice_survives_the_table() -> None:
-    for config in (GemmConfig(128), GemmConfig(64, progressive=True)):
+    for config in (GemmConfig(128, 2), GemmConfig(64, 3, EVEN, progressive=True)):
         assert decode(encode(config)) == config

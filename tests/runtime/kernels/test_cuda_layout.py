@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor
 from qtool.quant.scheme import QuantScheme
 from qtool.quant.weight import QuantizedWeight
 from qtool.runtime.kernels.cuda import choice as choices
-from qtool.runtime.kernels.cuda import gemm, gemm16, stream
+from qtool.runtime.kernels.cuda import gemm, stream
 from qtool.runtime.kernels.cuda.choice import (
+    BUCKETS,
     Choice,
     bucket_of,
-    buckets_of,
     decode,
     encode,
     key,
@@ -25,12 +26,10 @@ from qtool.runtime.kernels.cuda.choice import (
     serves,
 )
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
-from qtool.runtime.kernels.cuda.gemm16 import Gemm16Config
 from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations, kernel_group, pack_weight
 from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
-from qtool.runtime.kernels.cuda.wide import WideConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
 CPU = torch.device("cpu")
@@ -57,7 +56,8 @@ def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[in
 
     A operand of m16n8k16: register 0 holds (row g; k = 2t, 2t+1), 1 (g+8; same), 2 (g; 2t+8, 2t+9), 3 (g+8; same).
     B operand: register 0 holds k = 2t, 2t+1, register 1 k = 2t+8, 2t+9, which the kernel fills with columns 2v, 2v+1 of
-    its lane's 8 of the first or second 32 columns. Of m16n8k32 likewise with four bytes a register.
+    its lane's 8 of the first or second 32 columns. Of m16n8k32 likewise with four bytes a register, of the lane's 16
+    columns that follow one another.
     """
     seen: dict[tuple[int, int], int] = {}
 
@@ -69,7 +69,7 @@ def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[in
         for chunk in range(packed.chunks):
             for lane in range(32):
                 g, t = lane // 4, lane % 4
-                place = lane ^ (lane >> 3) if act_bits == 16 else lane
+                place = lane ^ (lane >> 3)
                 words = [int(w) & 0xFFFFFFFF for w in packed.codes[tile, chunk, :, place].flatten()]
                 for h in range(2):
                     first = chunk * 64 + 32 * h + 8 * t
@@ -89,22 +89,61 @@ def mma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[in
                                         put(row, column, words[4 * h + v] >> (16 * (register & 1) + 8 * e) & 255)
                         else:
                             for e in range(4):
-                                column = first + 4 * (register >> 1) + e
+                                word = 2 * h + (register >> 1)
+                                column = chunk * 64 + 16 * t + 4 * word + e
                                 if bits == 4:
-                                    word = words[2 * h + (register >> 1)]
-                                    signed = (word << 4 if register & 1 == 0 else word) >> (8 * e) & 0xF0
+                                    signed = (words[word] << 4 if register & 1 == 0 else words[word]) >> (8 * e) & 0xF0
                                     put(row, column, (signed >> 4) ^ 8)
                                 else:
-                                    put(row, column, words[4 * h + register] >> (8 * e) & 255 ^ 128)
+                                    put(row, column, words[4 * (register & 1) + word] >> (8 * e) & 255 ^ 128)
     return seen
 
 
+def wgmma_operand(packed: PackedWeight, bits: int, act_bits: int) -> dict[tuple[int, int], int]:
+    """(row, column) → code, by what gemm.cu makes of words that ldmatrix has handed out: lane 4 g + v has word v of the
+    units of all four lanes 4 g + t.
+
+    A operand of m64k16: register 0 holds (row g; k = 2v, 2v+1), 1 (g+8; same), 2 (g; 2v+8, 2v+9), 3 (g+8; same). Of
+    m64k32 likewise with four bytes a register. Activations lie as they come: k counts columns.
+    """
+    seen: dict[tuple[int, int], int] = {}
+    wide = 4 if act_bits == 8 else 2  # columns of a register
+    for tile in range(packed.tiles):
+        for chunk in range(packed.chunks):
+            for lane in range(32):
+                g, v = lane // 4, lane % 4
+                places = [(4 * g + t) ^ ((4 * g + t) >> 3) for t in range(4)]
+                words = [
+                    [int(packed.codes[tile, chunk, i, p, v]) & 0xFFFFFFFF for p in places] for i in range(bits // 4)
+                ]
+                for piece in range(16 // wide // 2):
+                    for register in range(4):
+                        row, t = register & 1, 2 * (piece & 1) + (register >> 1)
+                        for e in range(wide):
+                            if act_bits == 16 and bits == 4:
+                                code = words[0][t] >> (8 * (piece >> 1) + 4 * row + 16 * e) & 15
+                            elif act_bits == 16:
+                                code = words[piece >> 1][t] >> (16 * row + 8 * e) & 255
+                            elif bits == 4:
+                                code = words[0][t] >> (8 * e + 4 * row) & 15 ^ 8
+                            else:
+                                code = words[row][t] >> (8 * e) & 255 ^ 128
+                            k = wide * v + e + 4 * wide * (register >> 1)
+                            at = tile * 16 + g + 8 * row, chunk * 64 + 8 * wide * piece + k
+                            assert at not in seen
+                            seen[at] = code
+    return seen
+
+
+@pytest.mark.parametrize("operand_of", [mma_operand, wgmma_operand])
 @pytest.mark.parametrize("act_bits", [16, 8])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_lane_holds_its_codes(bits: int, act_bits: int) -> None:
+def test_every_lane_holds_its_codes(
+    bits: int, act_bits: int, operand_of: Callable[[PackedWeight, int, int], dict[tuple[int, int], int]]
+) -> None:
     weight = random_weight(24, 128, QuantScheme(bits, 64))
     packed = pack_weight(weight, act_bits, CPU)
-    operand = mma_operand(packed, bits, act_bits)
+    operand = operand_of(packed, bits, act_bits)
     assert packed.codes.shape == (2, 2, bits // 4, 32, 4)
     assert len(operand) == 32 * 128
     for (row, column), code in operand.items():
@@ -201,8 +240,7 @@ def test_refusals_say_why() -> None:
         None,
         SkinnyConfig(2, 8, 1, 2, True, 3),
         StreamConfig(4, 8, 3),
-        WideConfig(64, 2, 1, 2, 3, 1),
-        Gemm16Config(128, 3, 2),
+        GemmConfig(128, 3, 2),
     ],
 )
 def test_choices_survive_json(choice: Choice) -> None:
@@ -210,25 +248,26 @@ def test_choices_survive_json(choice: Choice) -> None:
 
 
 def test_buckets_cover_all_counts() -> None:
-    w4a8, w4a16 = (LinearSpec(64, 64, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
-    assert [bucket_of(w4a8, m) for m in (1, 2, 8, 9, 33, 128, 129)] == [1, 8, 8, 16, 64, 128, None]
-    assert [bucket_of(w4a16, m) for m in (1, 9, 65, 257, 1025, 2049)] == [1, 16, 96, 288, 1056, None]
+    assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 128, 129)] == [1, 8, 8, 16, 64, 128, 160]
+    assert [bucket_of(m) for m in (65, 257, 1025, 2048, 2049)] == [96, 288, 1056, 2048, 2048]
 
 
 def test_choices_for_other_activations_do_not_serve() -> None:
-    w4a8, w4a16 = (LinearSpec(64, 64, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
-    for choice in (WideConfig(64, 2), GemmConfig(128)):
-        assert serves(choice, w4a8, 64)
-        assert not serves(choice, w4a16, 64)
-    for either in (None, SkinnyConfig(1, 4)):
+    w4a8, w4a16 = (LinearSpec(64, 4096, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
+    for either in (None, SkinnyConfig(1, 4), GemmConfig(64, 2)):
         assert serves(either, w4a8, 64)
         assert serves(either, w4a16, 64)
-    w4a8, w4a16 = (LinearSpec(64, 4096, QuantScheme(4, 64, act_bits=bits)) for bits in (8, None))
-    for only_16_bits in (Gemm16Config(64, 3), StreamConfig(2, 8)):
-        assert serves(only_16_bits, w4a16, 16)
-        assert not serves(only_16_bits, w4a8, 16)
+    for wide in (GemmConfig(256, 2), GemmConfig(192, 3)):  # sums of a group need registers of their own
+        assert serves(wide, w4a16, 256)
+        assert not serves(wide, w4a8, 256)
+    assert serves(GemmConfig(256, 2, progressive=True), w4a8, 256)
+    assert not serves(GemmConfig(256, 2, progressive=True), w4a8, 128)
+    assert not serves(GemmConfig(256, 2, progressive=True), w4a16, 256)
+    assert not serves(GemmConfig(64, 2), LinearSpec(64, 4096, QuantScheme(8, symmetric=False, act_bits=8)), 64)
+    assert serves(StreamConfig(2, 8), w4a16, 16)
+    assert not serves(StreamConfig(2, 8), w4a8, 16)
     assert not serves(StreamConfig(2, 8), w4a16, 64)
-    assert not serves(Gemm16Config(256, 3), w4a16, 64)  # more sums than registers
+    assert not serves(GemmConfig(256, 3), w4a16, 256)  # more sums than registers
 
 
 def test_measurements_of_kin_serve_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,26 +295,18 @@ def test_measurements_of_kin_serve_where_there_are_none(monkeypatch: pytest.Monk
     assert chosen("w4g32-asym") == StreamConfig(1, 8, 2)
     assert chosen("w8g128", torch.bfloat16) == StreamConfig(3, 8, 1)
     assert chosen("w8a8", torch.bfloat16) == SkinnyConfig(2, 4, prefetch=1)
+    assert chosen("w8g64a8") == SkinnyConfig(2, 4, prefetch=1)
     unmeasured = spec_of("w4g128a8")
+    assert chosen("w4g128a8") == rule(unmeasured, 16, (9, 0), 132)
+    table["w4g128a8 512x4096 16"] = ["wide", 16, 2, 1, 4, 2, 1]  # of an earlier version
     assert chosen("w4g128a8") == rule(unmeasured, 16, (9, 0), 132)
 
 
-def test_every_cut_of_gemm16_fits_a_multiprocessor() -> None:
-    for name in ("w4g128", "w4g32-asym", "w8", "w8g32-asym"):
-        spec = LinearSpec(4096, 4096, QuantScheme.parse(name))
-        for tokens in (16, 64, 2048):
-            assert gemm16.configs(spec, tokens)
-            for config in gemm16.configs(spec, tokens):
-                assert config.ring(spec).stages >= 3
-                assert config.shared_bytes(spec) <= 226 * 1024
-                assert config.split <= 8
-
-
 def test_a_ring_has_shorter_steps_where_longer_ones_leave_too_few() -> None:
-    wide, narrow = Gemm16Config(256, 2), Gemm16Config(128, 2)
+    wide, narrow = GemmConfig(256, 2), GemmConfig(128, 2)
     rings = {
         (name, config): config.ring(LinearSpec(4096, 4096, QuantScheme.parse(name)))
-        for name in ("w4g128", "w8", "w8g128")
+        for name in ("w4g128", "w8", "w8g128", "w8a8")
         for config in (wide, narrow)
     }
     assert {key: (ring.columns, ring.stages) for key, ring in rings.items()} == {
@@ -285,23 +316,27 @@ def test_a_ring_has_shorter_steps_where_longer_ones_leave_too_few() -> None:
         ("w8", narrow): (128, 4),
         ("w8g128", wide): (64, 5),
         ("w8g128", narrow): (128, 4),
+        ("w8a8", wide): (128, 4),  # of 32 KB of activations and 16 KB of codes
+        ("w8a8", narrow): (128, 6),
     }
 
 
 def test_tiles_left_over_are_shared_where_the_last_round_would_be_partly_idle() -> None:
-    whole, even = Gemm16Config(256, 2), Gemm16Config(256, 2, gemm16.EVEN)
-    assert gemm16.blocks_and_rounds(172, whole, 132) == (132, 2)
-    assert gemm16.blocks_and_rounds(172, even, 132) == (132, 0)  # 1.3 tiles for each
-    assert gemm16.blocks_and_rounds(688, even, 132) == (132, 4)  # four whole ones, then 160 shared
-    assert gemm16.blocks_and_rounds(264, even, 132) == (132, 2)
-    assert gemm16.blocks_and_rounds(90, even, 132) == (90, 1)
+    whole, even = GemmConfig(256, 2), GemmConfig(256, 2, gemm.EVEN)
+    assert gemm.blocks_and_rounds(172, 32, whole, 132) == (132, 2)
+    assert gemm.blocks_and_rounds(172, 32, even, 132) == (132, 0)  # 1.3 tiles for each
+    assert gemm.blocks_and_rounds(688, 32, even, 132) == (132, 4)  # four whole ones, then 160 shared
+    assert gemm.blocks_and_rounds(264, 32, even, 132) == (132, 2)
+    assert gemm.blocks_and_rounds(90, 32, whole, 132) == (90, 1)
+    assert gemm.blocks_and_rounds(90, 32, even, 132) == (132, 0)
+    assert gemm.blocks_and_rounds(5, 9, even, 132) == (45, 0)  # a step for each
     spec = LinearSpec(22016, 4096, QuantScheme.parse("w4g128"))
-    assert even in gemm16.configs(spec, 256, 132)
-    assert even not in gemm16.configs(spec, 256, 172)
-    assert gemm16.for_more(spec, 2560, whole, 132) == even  # 13.03 rounds
-    assert gemm16.for_more(spec, 256 * 33, even, 132) == whole  # 43
-    clustered = Gemm16Config(128, 2, 4)
-    assert gemm16.for_more(spec, 3072, clustered, 132) == clustered
+    assert even in gemm.configs(spec, 256, 132)
+    assert even not in gemm.configs(spec, 256, 172)
+    assert gemm.for_more(spec, 2560, whole, 132) == even  # 13.03 rounds
+    assert gemm.for_more(spec, 256 * 33, even, 132) == whole  # 43
+    clustered = GemmConfig(128, 2, 4)
+    assert gemm.for_more(spec, 3072, clustered, 132) == clustered
 
 
 def test_every_cut_of_stream_fits_a_multiprocessor() -> None:
@@ -335,7 +370,7 @@ def test_the_rings_have_room_for_the_sums() -> None:
 
 def test_the_estimate_fills_the_device() -> None:
     spec = LinearSpec(12288, 4096, QuantScheme.parse("w4g128"))
-    best = gemm16.candidates(spec, 256, 132)[0]  # 64 x 2 tiles of 192 rows and 128 tokens
+    best = gemm.candidates(spec, 256, 132)[0]  # 64 x 2 tiles of 192 rows and 128 tokens
     assert (best.rows, best.tokens, best.split) == (192, 128, 1)
 
 
@@ -344,16 +379,11 @@ def test_the_estimate_fills_the_device() -> None:
 def test_the_rule_stays_within_what_the_device_can(capability: tuple[int, int], name: str) -> None:
     for rows in (16, 4096, 128256):
         spec = LinearSpec(rows, 4096, QuantScheme.parse(name))
-        for bucket in buckets_of(spec):
+        for bucket in BUCKETS:
             choice = rule(spec, bucket, capability, 132)
-            if isinstance(choice, WideConfig):
+            if isinstance(choice, GemmConfig):
                 assert capability == (9, 0)
-                assert choice.shared_bytes <= 227 * 1024
-            elif isinstance(choice, Gemm16Config):
-                assert capability == (9, 0)
-            elif isinstance(choice, GemmConfig):
-                assert capability == (9, 0)
-                assert choice in gemm.configs(spec, exact=True)
+                assert gemm.fits(spec, choice)
             elif isinstance(choice, StreamConfig):
                 assert capability == (9, 0)
                 assert stream.fits(spec, bucket, choice)
@@ -367,11 +397,11 @@ def test_tuned_choices_are_merged(tmp_path: object, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("QTOOL_CACHE", str(tmp_path))
     spec = LinearSpec(64, 64, QuantScheme(4, 64))
     save_tuned("Some GPU", {key(spec, 1): SkinnyConfig(1, 4), key(spec, 8): None})
-    path = save_tuned("Some GPU", {key(spec, 8): WideConfig(64, 2)})
+    path = save_tuned("Some GPU", {key(spec, 8): GemmConfig(64, 2)})
     assert path.name == "some-gpu.json"
     text = path.read_text()
     assert '"w4g64 64x64 1 bf16"' in text
-    assert '"wide"' in text
+    assert '"gemm"' in text
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -386,16 +416,11 @@ def test_the_shipped_table_can_be_used() -> None:
         dtype = torch.bfloat16 if bfloat16 else torch.float16
         spec = LinearSpec(rows, cols, QuantScheme.parse(scheme), dtype=dtype)
         assert name == key(spec, int(bucket))
-        assert int(bucket) in buckets_of(spec)
+        assert int(bucket) in BUCKETS
         choice = decode(entry)
         assert serves(choice, spec, int(bucket))
-        if isinstance(choice, WideConfig):
-            assert choice.prefetch % 2 == 0
-            assert choice.shared_bytes <= 227 * 1024
-        elif isinstance(choice, Gemm16Config):
-            assert choice in gemm16.configs(spec, int(bucket))
-        elif isinstance(choice, GemmConfig):
-            assert choice in gemm.configs(spec, exact=True)
+        if isinstance(choice, GemmConfig):
+            assert choice in gemm.configs(spec, int(bucket))
         elif isinstance(choice, StreamConfig):
             assert stream.fits(spec, int(bucket), choice)
         elif isinstance(choice, SkinnyConfig):

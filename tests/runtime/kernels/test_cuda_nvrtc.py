@@ -81,14 +81,14 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("QTOOL_CACHE", str(tmp_path))
     weight = {"WEIGHT_BITS": 4, "ACT_BITS": 16, "BF16": 1, "SCALE_BF16": 0, "GROUP": 128, "ASYM": 1}
     skinny = {"CH": 2, "MT": 1, "NT": 2, "KW": 8, "SK": 1, "PF": 2, "XPF": 1, "MINB": 1}
-    rows = {"BF16": 1, "THREADS": 256, "UNITS": 2, "TOKENS": 0, "QUANT": 1, "ADD": 1, "WEIGHT_BITS": 8}
+    rows = {"BF16": 1, "THREADS": 256, "UNITS": 2, "ROUNDED": 0, "QUANT": 1, "ADD": 1, "WEIGHT_BITS": 8}
     heads = {"BF16": 1, "D": 128, "KV": 1, "QK_NORM": 1, "WEIGHT_BITS": 8}
     jobs = [
         ("skinny.cu", weight | skinny),
         ("dequantize.cu", weight),
         ("quantize.cu", rows),
         ("norm.cu", rows),
-        ("silu.cu", rows | {"TOKENS": -2}),
+        ("silu.cu", rows | {"ROUNDED": 1}),
         ("rotate.cu", heads | {"BS": 16}),
         ("decode_attention.cu", heads | {"G": 4, "BS": 16, "NT": 2, "WARPS": 4, "MINB": 3}),
         ("greedy.cu", rows | {"THREADS": 1024}),
@@ -96,13 +96,14 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("unpack.cu", rows),
     ]
     if arch == "sm_90a":
-        wide = {"TOKENS": 64, "WG": 2, "NT": 1, "SK": 2, "PF": 2, "STAGES": 4, "MINB": 2}
-        gemm16 = {"TOKENS": 96, "CW": 3, "SPLIT": 1, "COLUMNS": 64, "STAGES": 3, "BLOCKS": 160, "LAUNCHES": 2}
+        gemm = {"TOKENS": 96, "CW": 3, "SPLIT": 1, "STAGES": 3, "BLOCKS": 160, "LAUNCHES": 2}
+        whole = weight | gemm | {"COLUMNS": 128, "PROGRESSIVE": 0, "GATED": 0}
         stream = {"MT": 1, "NT": 4, "KW": 4, "PF": 3, "MINB": 3, "GATED": 1}
         jobs += [
-            ("wide.cu", weight | wide | {"ACT_BITS": 8, "ASYM": 0}),
-            ("gemm16.cu", weight | gemm16 | {"GATED": 0}),
-            ("gemm16.cu", weight | gemm16 | {"GATED": 1}),
+            ("gemm.cu", whole | {"COLUMNS": 64}),
+            ("gemm.cu", whole | {"SPLIT": 2, "GATED": 1}),
+            ("gemm.cu", whole | {"ACT_BITS": 8}),
+            ("gemm.cu", whole | {"ACT_BITS": 8, "PROGRESSIVE": 1, "SPLIT": 2}),
             ("stream.cu", weight | stream),
         ]
     for file, macros in jobs:

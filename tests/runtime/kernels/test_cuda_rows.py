@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qtool.quant.scheme import QuantScheme
-from qtool.runtime.kernels.cuda.linear import apply, apply_rows, int8_order, pack
-from qtool.runtime.kernels.cuda.rows import ROUNDED, ROW_MAJOR, add_norm, quantize_rows, round_rows, silu_mul
+from qtool.runtime.kernels.cuda.linear import apply, apply_rows, form_before, pack
+from qtool.runtime.kernels.cuda.rows import Form, add_norm, quantize_rows, round_rows, silu_mul
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.interface import LinearSpec
 
@@ -24,16 +24,14 @@ def test_add_norm(tokens: int, columns: int, dtype: torch.dtype) -> None:
     for added in (None, delta):
         before = hidden.clone()
         total = before.double() if added is None else before.double() + added.double()
-        got = add_norm(hidden, added, weight, 1e-5, None)
+        got = add_norm(hidden, added, weight, 1e-5, Form.PLAIN)
         assert (hidden.double() - total).norm() / total.norm() < TOLERANCE[dtype]
         exact = hidden.double() * (hidden.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
         assert (got.double() - exact).norm() / exact.norm() < TOLERANCE[dtype]
-        for order in (0, 16, 64, ROW_MAJOR) if columns % 128 == 0 else (0, ROW_MAJOR):
-            rounded = add_norm(hidden, None, weight, 1e-5, order)
-            want = quantize_rows(got, order)
-            assert torch.equal(rounded.codes, want.codes)
-            assert torch.equal(rounded.scales, want.scales)
-        assert torch.equal(add_norm(hidden, None, weight, 1e-5, ROUNDED), round_rows(got))
+        rounded, want = add_norm(hidden, None, weight, 1e-5, Form.INT8), quantize_rows(got)
+        assert torch.equal(rounded.codes, want.codes)
+        assert torch.equal(rounded.scales, want.scales)
+        assert torch.equal(add_norm(hidden, None, weight, 1e-5, Form.ROUNDED), round_rows(got))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -42,18 +40,17 @@ def test_silu_mul(tokens: int, columns: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(tokens, 2 * columns, device="cuda") * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     want = torch.nn.functional.silu(gate) * up
-    got = silu_mul(gate_up, None)
+    got = silu_mul(gate_up, Form.PLAIN)
     assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
-    for order in (0, 32, ROW_MAJOR) if columns % 128 == 0 else (0, ROW_MAJOR):
-        rounded, same = silu_mul(gate_up, order), quantize_rows(got, order)
-        assert torch.equal(rounded.codes, same.codes)
-        assert torch.equal(rounded.scales, same.scales)
-    assert torch.equal(silu_mul(gate_up, ROUNDED), round_rows(got))
+    rounded, same = silu_mul(gate_up, Form.INT8), quantize_rows(got)
+    assert torch.equal(rounded.codes, same.codes)
+    assert torch.equal(rounded.scales, same.scales)
+    assert torch.equal(silu_mul(gate_up, Form.ROUNDED), round_rows(got))
 
 
-def test_row_major_codes_are_the_rounded_values() -> None:
+def test_codes_are_the_rounded_values() -> None:
     x = torch.randn(9, 640, device="cuda").half()
-    rows = quantize_rows(x, ROW_MAJOR)
+    rows = quantize_rows(x)
     scale = x.double().abs().amax(1, keepdim=True) / 127
     assert torch.allclose(rows.scales.double(), scale.squeeze(1), rtol=1e-6)
     assert ((x.double() / scale) - rows.codes.double()).abs().max() < 0.501
@@ -68,9 +65,9 @@ def test_a_norm_can_round_for_the_product_that_follows(scheme: str, tokens: int)
     spec = LinearSpec(512, 1024, QuantScheme.parse(scheme), dtype=torch.float16)
     packed = pack(random_weight(spec), spec, torch.device("cuda", torch.cuda.current_device()))
     x = torch.randn(tokens, 1024, device="cuda").half()
-    order = int8_order(tokens, packed, spec)
-    assert order is not None
-    rows = round_rows(x) if order == ROUNDED else quantize_rows(x, order)
+    form = form_before(tokens, packed, spec)
+    assert form is not Form.PLAIN
+    rows = round_rows(x) if form is Form.ROUNDED else quantize_rows(x)
     assert torch.equal(apply_rows(rows, packed, spec), apply(x, packed, spec))
 
 

@@ -413,10 +413,17 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       }
       advance();
     };
+#if INT8 && WEIGHT_BITS == 8
+    // Zero, but only we know: a copy of its own for the tensor cores. Else ldmatrix may write where they still read.
+    const u32 flip = (u32)M >> 31;
+#endif
     u32 a[2][SLICES][4];                                 // one part multiplies while the next one is made
     auto make = [&](u32 (&part)[SLICES][4], int first) {
       UNROLL for (int s = 0; s < SLICES; s++) {
         make_fragment(w, first + s, part[s]);
+#if INT8 && WEIGHT_BITS == 8
+        UNROLL for (int k = 0; k < 4; k++) part[s][k] ^= flip;
+#endif
         UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(part[s][k]));   // now: the tensor cores are busy
       }
     };

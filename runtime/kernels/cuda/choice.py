@@ -24,7 +24,9 @@ from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
-BUCKETS: tuple[int, ...] = (1, 8, 16, 32, 64, 96, 128, *range(160, 2049, 32))
+BUCKETS: tuple[int, ...] = (
+    *(1, 8, 16, 32, 64, 96, 128), *range(144, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64)
+)  # fmt: skip
 """Numbers of tokens for which a choice is made; others take the next larger one. From 128 on what lies between measured
 ones is left to an estimate; beyond all of them the kernel of the last one serves."""
 

@@ -54,7 +54,7 @@ typedef float Sum;
 #else
 typedef Partial Sum;
 #endif
-#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS == 16 ? 16 : 32)   // that leave at a time;
+#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS % 32 ? 16 : 32)   // that leave at a time;
                                                          // 256 leave no room for results of 64 beside three steps
 #define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
 #define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts

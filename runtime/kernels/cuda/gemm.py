@@ -11,6 +11,7 @@ more than EXACT_TOKENS take it where it is the faster.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -30,23 +31,43 @@ EVEN = 0
 _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 _STEP_COLUMNS = 128
-_TOKENS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+_TOKEN_STEP = 16  # of tiles
 # Tokens whose sums fit the registers, by warpgroups: of one sum a row, and of a scale group's apart from those of all.
 _WIDEST = {2: 256, 3: 192, 4: 64}
 _WIDEST_BY_GROUP = {2: 160, 3: 96, 4: 32}
-# Measured on an H200. Clusters that it holds at once, by their blocks (its processing clusters differ in size);
-# microseconds, fitted to 1,100 measured products: what `microseconds` finds best is 2 % slower than the best of each in
-# the mean, 1 % from 160 tokens on. Of a step, for each warpgroup, by tokens:
-_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
-_STEP_US = {
-    "16 bits": {16: 0.175, 32: 0.185, 64: 0.25, 96: 0.325, 128: 0.41, 160: 0.507, 192: 0.6, 224: 0.7, 256: 0.805},
-    "one sum": {16: 0.09, 32: 0.1, 64: 0.147, 96: 0.17, 128: 0.203, 160: 0.25, 192: 0.29, 224: 0.33, 256: 0.375},
-    "by group": {16: 0.1, 32: 0.13, 64: 0.195, 96: 0.245, 128: 0.295, 160: 0.36},
-    "progressive": {16: 0.2, 32: 0.22, 64: 0.26, 96: 0.28, 128: 0.298, 160: 0.315, 192: 0.335, 224: 0.355, 256: 0.373},
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Microseconds: of a step of 128 columns for each warpgroup, by tokens of a tile (of numbers between by
+    interpolation); of a tile's beginning and its end; of tiles that blocks share, whose sums pass through memory."""
+
+    steps: dict[int, float]
+    tile: float
+    share: float
+
+    def step(self, tokens: int) -> float:
+        low = max(t for t in self.steps if t <= tokens)
+        high = min(t for t in self.steps if t >= tokens)
+        part = (tokens - low) / (high - low) if high > low else 0.0
+        return self.steps[low] * (1 - part) + self.steps[high] * part
+
+
+# Measured on an H200. What `microseconds` finds best is 1 to 2 % slower than the best of each of 1,100 measured
+# products with 16-bit and 1,255 with int8 activations in the mean, 8 % at most.
+_16_BITS = {16: 0.175, 32: 0.185, 64: 0.25, 96: 0.325, 128: 0.41, 160: 0.507, 192: 0.6, 224: 0.7, 256: 0.805}
+_ONE_SUM = {16: 0.183, 32: 0.186, 64: 0.209, 96: 0.215, 128: 0.225, 160: 0.28, 192: 0.307, 224: 0.357, 256: 0.411}
+_BY_GROUP = {16: 0.099, 32: 0.113, 64: 0.15, 96: 0.197, 128: 0.254, 160: 0.31}
+_PROGRESSIVE = {96: 0.242, 128: 0.25, 160: 0.287, 192: 0.308, 224: 0.346, 256: 0.405}
+_COSTS = {
+    "16 bits": _Costs(_16_BITS, 1.3, 4.4),
+    "one sum": _Costs(_ONE_SUM, 2.5, 7.4),
+    "by group": _Costs(_BY_GROUP, 2.5, 7.4),
+    "progressive": _Costs(_PROGRESSIVE, 2.5, 7.4),
 }
-_TILE_US = 1.3  # its beginning and its end
-_CLUSTER_US = 1.2  # until a cluster has its sums
-_SHARE_US, _SHARE = 4.4, 1.05  # of tiles: sums that pass through memory; blocks at different columns meet less in L2
+_SHARE = 1.05  # blocks at different columns meet less in L2
+_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # that it holds at once, by their blocks
+_CLUSTER_BYTES_PER_US = 27_000  # of the others' sums that a block reads
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
 _LAUNCHES = 64  # of one stream that share tiles and may be under way at once; a captured launch keeps its turn
 _turns = itertools.cycle(range(_LAUNCHES))
@@ -71,7 +92,7 @@ class GemmConfig:
     """How the work is cut.
 
     Attributes:
-        tokens: of a tile (TOKENS): 16, 32, 64, or another multiple of 32 up to 256.
+        tokens: of a tile (TOKENS), a multiple of 16 up to 256.
         warpgroups: of a block that multiply, 64 rows of the weight each (CW), 2 to 4.
         split: blocks of a cluster with a share of K each (SPLIT): one of 1, 2, 3, 4, 5, 6, 8; EVEN: no clusters, and
             tiles that would leave part of the device idle in the last round are shared evenly by all blocks.
@@ -96,7 +117,7 @@ class GemmConfig:
     @property
     def _out_bytes(self) -> int:
         """Of results on their way to memory, so many tokens at a time (TURN_TOKENS)."""
-        together = 16 if self.tokens == 16 else 64 if self.tokens in (64, 128, 192) else 32
+        together = 16 if self.tokens % 32 else 64 if self.tokens in (64, 128, 192) else 32
         return self.warpgroups * together * 128 if self.split <= 1 else 0
 
     def ring(self, spec: LinearSpec) -> Ring:
@@ -126,7 +147,7 @@ def supports(spec: LinearSpec) -> bool:
 
 
 def _kind(spec: LinearSpec, config: GemmConfig) -> str:
-    """Of _STEP_US."""
+    """Of _COSTS."""
     if not spec.scheme.act_bits:
         return "16 bits"
     return "progressive" if config.progressive else "by group" if kernel_group(spec.scheme) else "one sum"
@@ -141,6 +162,9 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
     scheme = spec.scheme
     if config.progressive and not (scheme.act_bits and scheme.bits == 4 and kernel_group(scheme)):
         return False
+    costs = _COSTS[_kind(spec, config)].steps
+    if not min(costs) <= config.tokens <= max(costs):
+        return False
     widest = _WIDEST_BY_GROUP if _kind(spec, config) == "by group" else _WIDEST
     narrow = config.tokens <= widest[config.warpgroups]
     return (
@@ -151,16 +175,23 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
     )
 
 
+@functools.cache
+def _ways(spec: LinearSpec) -> tuple[GemmConfig, ...]:
+    """All that fit registers and shared memory."""
+    sizes, splits = range(_TOKEN_STEP, 257, _TOKEN_STEP), (EVEN, *_CLUSTERS)
+    every = itertools.starmap(GemmConfig, itertools.product(sizes, _WIDEST, splits, (False, True)))
+    return tuple(config for config in every if fits(spec, config))
+
+
 def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[GemmConfig]:
     """Ways to cut the product with so many tokens that fit registers and shared memory."""
-    found = []
-    ways = (False, True) if tokens > EXACT_TOKENS else (False,)
-    for size, warpgroups, split, progressive in itertools.product(_TOKENS, _WIDEST, (EVEN, *_CLUSTERS), ways):
-        config = GemmConfig(size, warpgroups, split, progressive)
-        needed = size == _TOKENS[0] or size < 2 * tokens
-        if needed and fits(spec, config) and (split != EVEN or _tiles(spec, tokens, config) % num_sms):
-            found.append(config)
-    return found
+    widest = -(-tokens // _TOKEN_STEP) * _TOKEN_STEP
+
+    def sensible(config: GemmConfig) -> bool:
+        whole = config.split == EVEN and _tiles(spec, tokens, config) % num_sms == 0
+        return config.tokens <= widest and not whole and (tokens > EXACT_TOKENS or not config.progressive)
+
+    return [config for config in _ways(spec) if sensible(config)]
 
 
 def blocks_and_rounds(tiles: int, steps: int, config: GemmConfig, num_sms: int) -> tuple[int, int]:
@@ -178,14 +209,16 @@ def blocks_and_rounds(tiles: int, steps: int, config: GemmConfig, num_sms: int) 
 def microseconds(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int) -> float:
     """About what the product takes: the steps of a block by what a step takes, and beginnings and ends of tiles."""
     tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
-    step_us = config.warpgroups * _STEP_US[_kind(spec, config)][config.tokens]
+    costs = _COSTS[_kind(spec, config)]
+    step_us = config.warpgroups * costs.step(config.tokens)
     if config.split <= 1:
         blocks, rounds = blocks_and_rounds(tiles, steps, config, num_sms)
         if rounds * blocks < tiles:
-            return -(-tiles * steps // blocks) * step_us * _SHARE + (rounds + 1) * _TILE_US + _SHARE_US
-        return rounds * (steps * step_us + _TILE_US)
+            return -(-tiles * steps // blocks) * step_us * _SHARE + (rounds + 1) * costs.tile + costs.share
+        return rounds * (steps * step_us + costs.tile)
     rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
-    return rounds * (-(-steps // config.split) * step_us + _TILE_US + _CLUSTER_US)
+    sums_us = config.tokens * config.rows * 4 * (1 - 1 / config.split) / _CLUSTER_BYTES_PER_US
+    return rounds * (-(-steps // config.split) * step_us + costs.tile + sums_us)
 
 
 def candidates(spec: LinearSpec, tokens: int, num_sms: int, most: int = 5) -> list[GemmConfig]:

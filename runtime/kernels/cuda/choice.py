@@ -25,7 +25,7 @@ from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS: tuple[int, ...] = (
-    *(1, 8, 16, 32, 64, 96, 128), *range(144, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64)
+    *(1, 8), *range(16, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64)
 )  # fmt: skip
 """Numbers of tokens for which a choice is made; others take the next larger one. From 128 on what lies between measured
 ones is left to an estimate; beyond all of them the kernel of the last one serves."""
@@ -127,13 +127,12 @@ def rule(spec: LinearSpec, bucket: int, capability: tuple[int, int], num_sms: in
         num_sms: streaming multiprocessors of the device.
     """
     int8 = spec.scheme.act_bits is not None
-    few = 16 if not int8 else 32 if spec.scheme.bits == 4 else 64  # tokens up to which skinny.cu was the faster
     per_sm = -(-spec.rows // 16) / num_sms  # 16-row tiles
     if capability == (9, 0) and not int8:
         config = StreamConfig(2, 16) if per_sm < 3 else StreamConfig(2, 8) if per_sm <= 8 else StreamConfig(4, 4)
         if stream.fits(spec, bucket, config):
             return config
-    if capability == (9, 0) and bucket > few and gemm.supports(spec):
+    if capability == (9, 0) and bucket > 16 and gemm.supports(spec):
         return gemm.candidates(spec, bucket, num_sms)[0]
     if bucket > 64:
         return None

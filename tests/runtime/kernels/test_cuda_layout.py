@@ -248,8 +248,8 @@ def test_choices_survive_json(choice: Choice) -> None:
 
 
 def test_buckets_cover_all_counts() -> None:
-    assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 128, 129)] == [1, 8, 8, 16, 64, 128, 144]
-    assert [bucket_of(m) for m in (65, 257, 1025, 2048, 2049)] == [96, 272, 1088, 2048, 2048]
+    assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 128, 129)] == [1, 8, 8, 16, 48, 128, 144]
+    assert [bucket_of(m) for m in (65, 257, 1025, 2048, 2049)] == [80, 272, 1088, 2048, 2048]
 
 
 def test_choices_for_other_activations_do_not_serve() -> None:

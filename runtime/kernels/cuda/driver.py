@@ -271,3 +271,9 @@ def has_clusters(device_index: int) -> bool:
 def num_sms(device_index: int) -> int:
     """Streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+@functools.cache
+def shared_bytes(device_index: int) -> int:
+    """Shared memory of one of a device's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_multiprocessor)

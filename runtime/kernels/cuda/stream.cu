@@ -11,8 +11,7 @@
 // the float32 sum. The tensor cores add activations up, once for all tiles.
 //
 // After copies.cuh and gated.cuh. Macros: WEIGHT_BITS 4 | 8; ACT_BITS 16; BF16; SCALE_BF16; GROUP; ASYM; GATED as in
-//   skinny.cu; MT 1 | 2: 8 tokens each; MR: tokens that rings have room for, 1 or 8 MT; NT, KW, PF as above; MINB: blocks an SM
-//   must hold.
+//   skinny.cu; MT 1 | 2: 8 tokens each; NT, KW, PF as above; MINB: blocks an SM must hold.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
@@ -24,8 +23,7 @@
 #define SUMS_AS_CODED (WEIGHT_BITS == 4 && GROUP == 128 && NT >= MT + 3)
 
 #define ROOM(BYTES) (PARTS * ((BYTES / PARTS + 127) / 128 * 128))   // a copy of each part begins at a multiple of 128
-#define BOX_X (MR * 128)                                 // 64 columns, in 128-byte swizzle
-#define X_BYTES (2 * BOX_X)                              // of a step
+#define X_BYTES (2 * MT * 1024)                          // of a step: 64 columns of 8 MT tokens twice, in 128-byte swizzle
 #define CODE_BYTES (LOADS * NT * 1024)
 #define SCALE_BYTES (GROUP ? NT * SCALES * 32 : 0)
 #define ZERO_BYTES (GROUP && ASYM ? NT * SCALES * 16 : 0)
@@ -94,7 +92,7 @@ stream(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
   };
   auto copy_x = [&](int p, int step) {
     UNROLL for (int c = 0; c < 2; c++)
-      tensor_copy(shared_at + (warp * PF + p) * X_BYTES + c * BOX_X, maps.x, step * 128 + c * 64, 0, full_at + 8 * p);
+      tensor_copy(shared_at + (warp * PF + p) * X_BYTES + c * (MT * 1024), maps.x, step * 128 + c * 64, 0, full_at + 8 * p);
   };
   if (lane == 0) {
     UNROLL for (int p = 0; p < PF; p++) barrier_init(full_at + 8 * p, 1);
@@ -119,21 +117,19 @@ stream(const void* __restrict__ S, const u16* __restrict__ Z, u16* Y, int M, int
       UNROLL for (int k = 0; k < 4; k++) sum[n][m][k] = 0.f;
   // Columns 0, 1, 2, ... of the tensor cores' result are tokens 0, 4, 1, 5, ...: then lanes that read together meet no bank
   // conflicts.
-  const int token_of_g = min((g >> 1) + 4 * (g & 1), MR - 1);
-  auto x_at = [&](int at, int half) {                    // 16 bytes of this lane's token in the box that lies at `at`
-    const int phase = MR == 1 ? at >> 7 & 7 : token_of_g;   // of the swizzle: rows of eight tokens begin at multiples of 1024
-    return at + token_of_g * 128 + ((t ^ (half & 1) * 4 ^ phase) << 4);
-  };
+  const int token_of_g = (g >> 1) + 4 * (g & 1);
+  const int x_at = token_of_g * 128 + ((t ^ token_of_g) << 4);
 
   for (int base = warp, phase = 0; base < steps; base += PF * KW, phase ^= 1) {
     UNROLL for (int p = 0; p < PF; p++) {
       const int step = base + p * KW, slot = warp * PF + p;
       if (step >= steps) break;
       barrier_wait(full_at + 8 * p, phase);
+      const u8* acts = shared + slot * X_BYTES;
       uint4 x[4][MT];                                    // of each 32 columns
       UNROLL for (int half = 0; half < 4; half++)
         UNROLL for (int m = 0; m < MT; m++)
-          x[half][m] = *(const uint4*)(shared + x_at(slot * X_BYTES + (half >> 1) * BOX_X + m * 1024, half));
+          x[half][m] = *(const uint4*)(acts + ((half >> 1) * MT + m) * 1024 + (x_at ^ (half & 1) * 64));
 #if SUMS_AS_CODED
       float xsum[MT][4];                                 // of the group's activations
       const u32 one = floats_to_acts(1.f, 1.f), ones[4] = {one, one, one, one};

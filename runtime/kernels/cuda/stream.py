@@ -29,12 +29,6 @@ def _round(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _ring_tokens(tokens: int) -> int:
-    """Of activations that rings have room for (MR). Room for one alone leaves room for blocks of the next kernel, which
-    bring their first weights while this one ends."""
-    return 1 if tokens == 1 else 8 * token_tiles(tokens)
-
-
 @dataclass(frozen=True)
 class StreamConfig:
     """How the work is cut.
@@ -62,13 +56,13 @@ class StreamConfig:
         def room(size: int) -> int:
             return parts * _round(size // parts, 128)
 
-        acts, codes = _ring_tokens(tokens) * 256, self.tiles * spec.scheme.bits * 256
+        acts, codes = token_tiles(tokens) * 2048, self.tiles * spec.scheme.bits * 256
         zeros = 0 if spec.scheme.symmetric else room(pairs * 2)
         return self.warps * self.prefetch * (acts + codes + room(pairs * 4) + zeros + 8)
 
     def resident(self, spec: LinearSpec, tokens: int, *, gated: bool = False) -> int:
         """Blocks that an SM should hold at once; 0: it cannot hold one."""
-        registers = max(56, 8 * self.tiles + 40) if tokens <= 8 else _round(8 * self.tiles + 94, 8)
+        registers = _round((4 * self.tiles + 24) * token_tiles(tokens) + 46, 8)  # sums, activations, the rest
         threads = self.warps * 32
         by_shared = _SHARED_BYTES // (self.shared_bytes(spec, tokens, gated=gated) + _SYSTEM_BYTES)
         return min(by_shared, _REGISTERS // (registers * threads), _THREADS // threads)
@@ -107,7 +101,6 @@ def macros(
     config = config.paired if gated else config
     return weight_macros(spec, scale_dtype) | {
         "MT": token_tiles(tokens),
-        "MR": _ring_tokens(tokens),
         "NT": config.tiles,
         "KW": config.warps,
         "PF": config.prefetch,

@@ -17,6 +17,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda.nvrtc import Macros, compile_cuda
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_SHARED, _ALL_PERCENT = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -223,7 +224,9 @@ def source(file: str) -> str:
 
 
 @functools.cache
-def _load(device_index: int, file: str, entry: str, macros: tuple[tuple[str, int], ...], shared_limit: int) -> Kernel:
+def _load(
+    device_index: int, file: str, entry: str, macros: tuple[tuple[str, int], ...], shared_limit: int, little_l1: bool
+) -> Kernel:
     image = compile_cuda(source(file), arch_of(device_index), dict(macros), name=entry)
     cuda = _cuda()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -237,6 +240,8 @@ def _load(device_index: int, file: str, entry: str, macros: tuple[tuple[str, int
             if shared_limit > _DEFAULT_SHARED:
                 status = cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_limit)
                 _check(status, f"kernel {entry} cannot use {shared_limit} B of shared memory a block")
+            if little_l1:
+                _check(cuda.cuFuncSetAttribute(function, _PREFERRED_SHARED, _ALL_PERCENT), f"kernel {entry}")
             registers = ctypes.c_int()
             cuda.cuFuncGetAttribute(ctypes.byref(registers), _NUM_REGISTERS, function)
         finally:
@@ -244,7 +249,9 @@ def _load(device_index: int, file: str, entry: str, macros: tuple[tuple[str, int
     return Kernel(entry, device_index, function, registers.value)
 
 
-def load_kernel(device: torch.device, file: str, entry: str, macros: Macros, *, shared_limit: int = 0) -> Kernel:
+def load_kernel(
+    device: torch.device, file: str, entry: str, macros: Macros, *, shared_limit: int = 0, little_l1: bool = False
+) -> Kernel:
     """The kernel `entry` of `file`, compiled with `macros` and loaded on `device`; loaded once a process.
 
     Args:
@@ -253,12 +260,14 @@ def load_kernel(device: torch.device, file: str, entry: str, macros: Macros, *, 
         entry: the kernel's extern "C" name.
         macros: compile-time constants.
         shared_limit: bytes of dynamic shared memory that a launch may ask for.
+        little_l1: leave the L1 cache as little of a multiprocessor's memory as it can have. Kernels that divide it
+            alike can be there at once; else the next one waits for the last block of the one before.
 
     Raises:
         QtoolError: no NVRTC or driver, the source does not compile, or the device refuses the shared memory.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(index, file, entry, tuple(sorted(macros.items())), shared_limit)
+    return _load(index, file, entry, tuple(sorted(macros.items())), shared_limit, little_l1)
 
 
 @functools.cache
@@ -271,9 +280,3 @@ def has_clusters(device_index: int) -> bool:
 def num_sms(device_index: int) -> int:
     """Streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
-
-
-@functools.cache
-def shared_bytes(device_index: int) -> int:
-    """Shared memory of one of a device's multiprocessors."""
-    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_multiprocessor)

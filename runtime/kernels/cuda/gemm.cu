@@ -48,6 +48,7 @@
 #define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 && !SUMS_BY_GROUP ? 8 : 4)
 #define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
+#define FETCH_EARLY (!INT8 || TOKENS < 128)              // wide tiles leave few stages: the step before gives back its own first
 #define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)   // of what fragments hold
 #if SUMS_BY_GROUP
 typedef float Sum;
@@ -413,7 +414,8 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       }
       advance();
     };
-#if INT8 && WEIGHT_BITS == 8
+#if INT8 && WEIGHT_BITS == 8 && (SUMS_BY_GROUP || FETCH_EARLY)
+#define COPY_CODES 1
     // Zero, but only we know: a copy of its own for the tensor cores. Else ldmatrix may write where they still read.
     const u32 flip = (u32)M >> 31;
 #endif
@@ -421,7 +423,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
     auto make = [&](u32 (&part)[SLICES][4], int first) {
       UNROLL for (int s = 0; s < SLICES; s++) {
         make_fragment(w, first + s, part[s]);
-#if INT8 && WEIGHT_BITS == 8
+#if COPY_CODES
         UNROLL for (int k = 0; k < 4; k++) part[s][k] ^= flip;
 #endif
         UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(part[s][k]));   // now: the tensor cores are busy
@@ -500,9 +502,10 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       multiply(now, mine, 0);
       pass(i);
       const int after = stage;
-      if (i + 1 < steps) fetch();
+      if (FETCH_EARLY && i + 1 < steps) fetch();
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
+      if (!FETCH_EARLY && i + 1 < steps) fetch();
       make(next, 0);                                     // past the last step of no use, and no harm
       before = now;
       now = after;

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel, num_sms, shared_bytes
+from qtool.runtime.kernels.cuda.driver import Kernel, has_clusters, load_kernel
 from qtool.runtime.kernels.cuda.layout import TILE_ROWS, PackedWeight, kernel_group
 from qtool.runtime.kernels.cuda.nvrtc import Macros
 from qtool.runtime.kernels.interface import LinearSpec
 
 MAX_TOKENS = 64
-_SYSTEM_BYTES = 1024  # of a multiprocessor's shared memory, for each block
-_MOST_EVEN = 8  # blocks of a multiprocessor; more are even enough
 _GATED_WARPS = 20  # that an SM holds at least: at most 102 registers, of which 71 to 80 are used
 
 
@@ -87,19 +85,6 @@ def macros(
     }
 
 
-def _even_bytes(tiles: int, config: SkinnyConfig, device: torch.device) -> int:
-    """Shared memory of a block with which no multiprocessor holds more of them than its even share.
-
-    Blocks may start while those of the kernel before are still there (programmatic dependent launch). Where one has room
-    for more than its share, some get two blocks for others' one, and all wait for those.
-    """
-    if not has_clusters(device.index):
-        return 0
-    blocks = -(-tiles // config.tiles) * config.split
-    share = -(-blocks // num_sms(device.index))
-    return -(-shared_bytes(device.index) // (share + 1)) - _SYSTEM_BYTES + 128 if share <= _MOST_EVEN else 0
-
-
 def kernel(
     device: torch.device,
     packed: PackedWeight,
@@ -110,9 +95,9 @@ def kernel(
     gated: bool = False,
 ) -> Kernel:
     """The compiled kernel for `tokens` activations of this weight. Raises QtoolError as load_kernel does."""
-    limit = max(config.shared_bytes(8 * token_tiles(tokens)), _even_bytes(packed.tiles, config, device))
+    limit = config.shared_bytes(8 * token_tiles(tokens))
     chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config, gated=gated)
-    return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit)
+    return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit, little_l1=True)
 
 
 def multiply(
@@ -150,7 +135,7 @@ def multiply(
             spec.rows,
             steps,
         ),
-        shared_bytes=max(config.shared_bytes(tokens), _even_bytes(packed.tiles, config, x.device)),
+        shared_bytes=config.shared_bytes(tokens),
         cluster=(1, config.split, 1) if config.split > 1 else None,
         overlap=has_clusters(x.device.index),
     )

@@ -414,7 +414,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       }
       advance();
     };
-#if INT8 && WEIGHT_BITS == 8 && (SUMS_BY_GROUP || FETCH_EARLY)
+#if INT8 && WEIGHT_BITS == 8
 #define COPY_CODES 1
     // Zero, but only we know: a copy of its own for the tensor cores. Else ldmatrix may write where they still read.
     const u32 flip = (u32)M >> 31;

@@ -48,7 +48,7 @@
 #define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 && !SUMS_BY_GROUP ? 8 : 4)
 #define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
-#define FETCH_EARLY (!INT8 || TOKENS < 128)              // wide tiles leave few stages: the step before gives back its own first
+#define FETCH_EARLY (!INT8 || TOKENS < 128)              // wide tiles leave few stages: the step before gives its own back first
 #define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)   // of what fragments hold
 #if SUMS_BY_GROUP
 typedef float Sum;
@@ -414,17 +414,23 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       }
       advance();
     };
-#if INT8 && WEIGHT_BITS == 8
-#define COPY_CODES 1
-    // Zero, but only we know: a copy of its own for the tensor cores. Else ldmatrix may write where they still read.
-    const u32 flip = (u32)M >> 31;
-#endif
+    // The assembler takes registers for free that the tensor cores still read (test_wgmma_registers.py). Zero, but only we know:
+    [[maybe_unused]] const u32 never = (u32)M >> 31;
+    [[maybe_unused]] auto hold = [&](const u32 (&part)[SLICES][4]) {   // until here, by a store that is not made
+      UNROLL for (int s = 0; s < SLICES; s++)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p st.shared.v4.u32 [%5], {%0, %1, %2, %3};\n}"
+                     ::"r"(part[s][0]), "r"(part[s][1]), "r"(part[s][2]), "r"(part[s][3]), "r"(never), "r"(acts) : "memory");
+    };
     u32 a[2][SLICES][4];                                 // one part multiplies while the next one is made
+#if !FETCH_EARLY
+    UNROLL for (int s = 0; s < SLICES; s++)
+      UNROLL for (int k = 0; k < 4; k++) a[1][s][k] = 0;
+#endif
     auto make = [&](u32 (&part)[SLICES][4], int first) {
       UNROLL for (int s = 0; s < SLICES; s++) {
         make_fragment(w, first + s, part[s]);
-#if COPY_CODES
-        UNROLL for (int k = 0; k < 4; k++) part[s][k] ^= flip;
+#if INT8 && WEIGHT_BITS == 8                             // or ldmatrix would write into them itself, before it may
+        UNROLL for (int k = 0; k < 4; k++) part[s][k] ^= never;
 #endif
         UNROLL for (int k = 0; k < 4; k++) asm volatile("" : "+r"(part[s][k]));   // now: the tensor cores are busy
       }
@@ -505,7 +511,10 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       if (FETCH_EARLY && i + 1 < steps) fetch();
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
-      if (!FETCH_EARLY && i + 1 < steps) fetch();
+      if (!FETCH_EARLY) {
+        hold(next);
+        if (i + 1 < steps) fetch();
+      }
       make(next, 0);                                     // past the last step of no use, and no harm
       before = now;
       now = after;

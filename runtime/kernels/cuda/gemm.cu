@@ -19,8 +19,9 @@
 // GATED: half of a block's rows are of gate, half the same of up, and it leaves silu(gate) * up.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16 | 8 (8: 8-bit weights are symmetric); BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu;
-//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT; COLUMNS:
-//   of one or two BOXES; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh and gated.cuh.
+//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT;
+//   COLUMNS: of one or two BOXES; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh and
+//   gated.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
@@ -48,7 +49,8 @@
 #define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 && !SUMS_BY_GROUP ? 8 : 4)
 #define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
-#define FETCH_EARLY (!INT8 || TOKENS < 128)              // wide tiles leave few stages: the step before gives its own back first
+// Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
+#define FETCH_EARLY (!INT8 || CW > 2 || TOKENS < 128)
 #define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)   // of what fragments hold
 #if SUMS_BY_GROUP
 typedef float Sum;
@@ -234,9 +236,9 @@ DEVICE float4 load_partial(const float4* p) {
   return v;
 }
 
-// What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by BOX, as 16-bit words; the weight's codes, scales and zero points
-// as in skinny.cu, a row for every tile of 16, in boxes of TILES / SIDES rows and 64 columns (codes) or SCALES groups. Past the
-// last column all are zeros.
+// What the tensor copy engine reads: x [M, 64 chunks] in boxes of TOKENS by BOX, as 16-bit words; the weight's codes, scales and
+// zero points as in skinny.cu, a row for every tile of 16, in boxes of TILES / SIDES rows and 64 columns (codes) or SCALES
+// groups. Past the last column all are zeros.
 struct Maps { TensorMap x, codes, scales, zeros; };
 
 #if SPLIT == 1
@@ -244,8 +246,9 @@ struct Maps { TensorMap x, codes, scales, zeros; };
 __device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
 #endif
 
-// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; XS: float [M], of int8 activations. Grid: (SPLIT, tiles) or (1, blocks), all of which run at
-// once. P: room for the sums of every block where tiles are shared, [blocks, CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
+// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; XS: float [M], of int8 activations. Grid:
+// (SPLIT, tiles) or (1, blocks), all of which run at once. P: room for the sums of every block where tiles are shared, [blocks,
+// CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16* Y, float4* P, int M, int N, int chunks,
      int rounds, int turn, const __grid_constant__ Maps maps) {
@@ -542,7 +545,8 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
     if (SPLIT == 1) release(before);
 #endif
 #if !GROUP
-    UNROLL for (int k = 0; k < 2; k++) gain[k] *= __ldg((const float*)S + min(first_row + side * width + place * 16 + g + 8 * k, N - 1));
+    UNROLL for (int k = 0; k < 2; k++)
+      gain[k] *= __ldg((const float*)S + min(first_row + side * width + place * 16 + g + 8 * k, N - 1));
 #endif
 
 #if SPLIT > 1

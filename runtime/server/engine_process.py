@@ -9,6 +9,7 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -197,9 +198,21 @@ def _in_words(stage: Starting) -> str:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """A process born here hears no Ctrl-C before it has said that it ignores them."""
+    """A process born here hears no Ctrl-C before it has said that it ignores them; and none ends this process while the
+    other is half born: what its other threads catch meanwhile is raised again afterwards."""
+    caught: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # the only one that may set them, and that runs them
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: handler for number, handler in handlers.items() if handler is not None}
+        for number in handlers:
+            signal.signal(number, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for missed in dict.fromkeys(caught):
+            signal.raise_signal(missed)

@@ -16,7 +16,7 @@ import torch
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
-from qtool.runtime.kernels.cuda import gemm, stream
+from qtool.runtime.kernels.cuda import gemm, skinny, stream
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import GemmConfig
 from qtool.runtime.kernels.cuda.nvrtc import cache_folder
@@ -25,7 +25,7 @@ from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
 BUCKETS: tuple[int, ...] = (
-    *(1, 8), *range(16, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64)
+    *(1, 8), *range(16, 257, 16), *range(288, 513, 32), *range(576, 2049, 64)
 )  # fmt: skip
 """Numbers of tokens for which a choice is made; others take the next larger one. From 128 on what lies between measured
 ones is left to an estimate; beyond all of them the kernel of the last one serves."""
@@ -157,9 +157,11 @@ def choose(spec: LinearSpec, tokens: int, device: torch.device) -> Choice:
 def serves(choice: Choice, spec: LinearSpec, bucket: int) -> bool:
     """Whether a choice is for such activations and fits: an earlier version may have made it, or it is of kin."""
     if isinstance(choice, StreamConfig):
-        return not spec.scheme.act_bits and stream.fits(spec, bucket, choice)
+        return min(astuple(choice)) > 0 and not spec.scheme.act_bits and stream.fits(spec, bucket, choice)
     if isinstance(choice, GemmConfig):
-        return gemm.fits(spec, choice) and (bucket > gemm.EXACT_TOKENS or not choice.progressive)
+        return choice in gemm.ways(spec) and (bucket > gemm.EXACT_TOKENS or not choice.progressive)
+    if isinstance(choice, SkinnyConfig):
+        return min(astuple(replace(choice, prefetch_x=True))) > 0 and bucket <= skinny.MAX_TOKENS
     return True
 
 
@@ -167,7 +169,7 @@ def _read_choice(entry: list[str | int] | None, spec: LinearSpec, bucket: int) -
     """What a table says, if that serves; None, too, for what an earlier version wrote and this one does not know."""
     try:
         choice = decode(entry) if entry else None
-    except (QtoolError, ValueError):
+    except (QtoolError, TypeError, ValueError):
         return None
     return (choice,) if entry and serves(choice, spec, bucket) else None
 

@@ -20,8 +20,8 @@
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16 | 8 (8: 8-bit weights are symmetric); BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu;
 //   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT;
-//   COLUMNS: of one or two BOXES; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh and
-//   gated.cuh.
+//   COLUMNS: of one or two BOXES, of one with int8 activations; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles.
+//   After hopper.cuh and gated.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
@@ -46,7 +46,7 @@
 #define RING (STAGES * (BOXES * BOX_X + CHUNKS * CHUNK_CODES + ROOM(SCALE_BYTES) + ROOM(ZERO_BYTES)))
 #define SUMS_BY_GROUP (INT8 && GROUP && !PROGRESSIVE)    // sums of a scale group apart from those of all
 // Slices that are made at a time: two boxes where registers have room for them twice and that was faster.
-#define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 && !SUMS_BY_GROUP ? 8 : 4)
+#define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 ? 8 : 4)
 #define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
 // Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
@@ -456,7 +456,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       UNROLL for (int j = 0; j < TOKENS / 8; j++)
         UNROLL for (int e = 0; e < 4; e++) sum[j][e] += (e < 2 ? s0 : s1) * (float)exact[j][e];
     };
-    auto multiply = [&](const u32 (&part)[SLICES][4], int first) {   // leaves its last run under way: the scales of that
+    auto multiply = [&](const u32 (&part)[SLICES][4]) {  // leaves its last run under way: the scales of that
       u32 pair = 0;
       UNROLL for (int s = 0; s < SLICES; s++) {
         if (s % (SLICES / RUNS) == 0) {
@@ -464,18 +464,18 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
             wgmma_wait<0>();
             add_exact(pair);
           }
-          pair = w.scale[(first + s) * SLICE * SCALES / COLUMNS];
+          pair = w.scale[s * SLICE * SCALES / COLUMNS];
           wgmma_fence();
-          wgmma<false>(exact, part[s], operand(now, first + s));
+          wgmma<false>(exact, part[s], operand(now, s));
         } else {
-          wgmma(exact, part[s], operand(now, first + s));
+          wgmma(exact, part[s], operand(now, s));
         }
         if ((s + 1) % (SLICES / RUNS) == 0) wgmma_commit();
       }
       return pair;
     };
-    auto last_part = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {   // of step i
-      const u32 pair = multiply(mine, (PARTS - 1) * SLICES);
+    auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
+      const u32 pair = multiply(mine);
       const int current = now;
       pass(i);
       now = stage;
@@ -485,20 +485,10 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
       release(current);
       add_exact(pair);
     };
-#if PARTS == 1
     for (int i = 0; i < steps; i += 2) {
-      last_part(i, a[0], a[1]);
-      if (i + 1 < steps) last_part(i + 1, a[1], a[0]);
+      step(i, a[0], a[1]);
+      if (i + 1 < steps) step(i + 1, a[1], a[0]);
     }
-#else
-    for (int i = 0; i < steps; i++) {
-      const u32 pair = multiply(a[0], 0);
-      make(a[1], SLICES);
-      wgmma_wait<0>();
-      add_exact(pair);
-      last_part(i, a[1], a[0]);
-    }
-#endif
 #else
     int before = now;                                    // the stage of the step before
     auto multiply = [&](int stage, const u32 (&part)[SLICES][4], int first) {

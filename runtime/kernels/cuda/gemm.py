@@ -67,9 +67,9 @@ _COSTS = {
 }
 _SHARE = 1.06  # blocks at different columns meet less in L2
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # that it holds at once, by their blocks
-_CLUSTER_BYTES_PER_US = 27_000  # of the others' sums that a block reads
+_CLUSTER_BYTES_PER_US, _SHARE_BYTES_PER_US = 27_000, 60_000  # of the others' sums that a block reads, there or in L2
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
-_LAUNCHES = 64  # of one stream that share tiles and may be under way at once; a captured launch keeps its turn
+_LAUNCHES = 64  # that share tiles and take turns, those of one stream needlessly; a captured one keeps its turn
 _turns = itertools.cycle(range(_LAUNCHES))
 
 
@@ -158,7 +158,8 @@ def _tiles(spec: LinearSpec, tokens: int, config: GemmConfig) -> int:
 
 
 def fits(spec: LinearSpec, config: GemmConfig) -> bool:
-    """Whether the kernel multiplies by such a weight in this way, and registers and shared memory hold it."""
+    """Whether the kernel multiplies by such a weight in this way, registers and shared memory hold it, and its cost is
+    known."""
     scheme = spec.scheme
     if config.progressive and not (scheme.act_bits and scheme.bits == 4 and kernel_group(scheme)):
         return False
@@ -176,8 +177,8 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
 
 
 @functools.cache
-def _ways(spec: LinearSpec) -> tuple[GemmConfig, ...]:
-    """All that fit registers and shared memory."""
+def ways(spec: LinearSpec) -> tuple[GemmConfig, ...]:
+    """All ways to cut products by such a weight."""
     sizes, splits = range(_TOKEN_STEP, 257, _TOKEN_STEP), (EVEN, *_CLUSTERS)
     every = itertools.starmap(GemmConfig, itertools.product(sizes, _WIDEST, splits, (False, True)))
     return tuple(config for config in every if fits(spec, config))
@@ -191,7 +192,7 @@ def configs(spec: LinearSpec, tokens: int, num_sms: int = 132) -> list[GemmConfi
         whole = config.split == EVEN and _tiles(spec, tokens, config) % num_sms == 0
         return config.tokens <= widest and not whole and (tokens > EXACT_TOKENS or not config.progressive)
 
-    return [config for config in _ways(spec) if sensible(config)]
+    return [config for config in ways(spec) if sensible(config)]
 
 
 def blocks_and_rounds(tiles: int, steps: int, config: GemmConfig, num_sms: int) -> tuple[int, int]:
@@ -214,7 +215,10 @@ def microseconds(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int
     if config.split <= 1:
         blocks, rounds = blocks_and_rounds(tiles, steps, config, num_sms)
         if rounds * blocks < tiles:
-            return -(-tiles * steps // blocks) * step_us * _SHARE + (rounds + 1) * costs.tile + costs.share
+            parts = max(2.0, blocks / (tiles - rounds * blocks))  # of a tile: the first block reads all others' sums
+            sums_us = (parts - 2) * config.tokens * config.rows * 4 / _SHARE_BYTES_PER_US
+            shared_us = -(-tiles * steps // blocks) * step_us * _SHARE + costs.share + sums_us
+            return shared_us + (rounds + 1) * costs.tile
         return rounds * (steps * step_us + costs.tile)
     rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
     sums_us = config.tokens * config.rows * 4 * (1 - 1 / config.split) / _CLUSTER_BYTES_PER_US

@@ -140,7 +140,7 @@ def form_before(tokens: int, packed: Packed, spec: LinearSpec) -> Form:
     """The form in which a kernel before this product can leave its activations."""
     weight = PackedWeight(*packed)
     whole = weight.chunks * CHUNK_COLS == spec.cols and not len(weight.columns)
-    if not whole or spec.cols > MAX_COLUMNS or not tokens:
+    if not spec.scheme.act_bits or not whole or spec.cols > MAX_COLUMNS or not tokens:
         return Form.PLAIN
     return _form(weight, spec, choose(spec, tokens, weight.codes.device))
 

@@ -61,8 +61,7 @@ def _job(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> Job |
 
 def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
     """Numbers of tokens and what multiplies them, each kernel at least once."""
-    counts = (*BUCKETS, BUCKETS[-1] + 1)
-    return [(tokens, choose(linear.spec, tokens, device)) for tokens in counts]
+    return [(tokens, choose(linear.spec, tokens, device)) for tokens in BUCKETS]
 
 
 def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:

@@ -97,7 +97,8 @@ def kernel(
     """The compiled kernel for `tokens` activations of this weight. Raises QtoolError as load_kernel does."""
     limit = config.shared_bytes(8 * token_tiles(tokens))
     chosen = macros(spec, packed.scales.dtype, packed.chunks, tokens, config, gated=gated)
-    return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit, little_l1=True)
+    overlaps = has_clusters(torch.cuda.current_device() if device.index is None else device.index)
+    return load_kernel(device, "skinny.cu", "skinny", chosen, shared_limit=limit, little_l1=overlaps)
 
 
 def multiply(

@@ -249,7 +249,7 @@ def test_choices_survive_json(choice: Choice) -> None:
 
 def test_buckets_cover_all_counts() -> None:
     assert [bucket_of(m) for m in (1, 2, 8, 9, 33, 128, 129)] == [1, 8, 8, 16, 48, 128, 144]
-    assert [bucket_of(m) for m in (65, 257, 1025, 2048, 2049)] == [80, 272, 1088, 2048, 2048]
+    assert [bucket_of(m) for m in (65, 257, 1025, 2048, 2049)] == [80, 288, 1088, 2048, 2048]
 
 
 def test_choices_for_other_activations_do_not_serve() -> None:
@@ -425,3 +425,39 @@ def test_the_shipped_table_can_be_used() -> None:
             assert stream.fits(spec, int(bucket), choice)
         elif isinstance(choice, SkinnyConfig):
             assert choice.shared_bytes(int(bucket)) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["gemm", 64, 5, 1, 0], ["gemm", 20, 2, 1, 0], ["gemm", 64, 2, 16, 0], ["gemm", 64, 2, -1, 0],
+        ["gemm", 64, 2, 1], ["gemm", None, 2, 1, 0], ["gemm", 64, 2, [1], 0], ["stream", 0, 0, 0], ["stream", 2, 8, 0],
+        ["wide", 64, 2, 1, 2, 3, 1], ["skinny", 0, 0, 0, 0, 0, 0], ["skinny", 2, 8, 1, 1, 0], ["unheard-of"], [], 5, True,
+        "gemm", {"gemm": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8"])
+def test_what_a_table_should_not_say_is_passed_over(entry: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LinearSpec(512, 4096, QuantScheme.parse(name), dtype=torch.float16)
+    monkeypatch.setattr(choices, "_table", lambda device_name: {key(spec, 16): entry})
+    properties = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert choices._choose.__wrapped__(spec, 16, 0) == rule(spec, 16, (9, 0), 132)
+
+
+def test_skinny_products_are_for_few_tokens() -> None:
+    spec = LinearSpec(512, 4096, QuantScheme.parse("w8a8"), dtype=torch.float16)
+    assert serves(SkinnyConfig(2, 8), spec, 64)
+    assert not serves(SkinnyConfig(2, 8), spec, 80)
+
+
+def test_tiles_in_many_parts_cost_what_their_sums_take() -> None:
+    """The block that begins a tile reads what all others have of it."""
+    spec = LinearSpec(2048, 28672, QuantScheme.parse("w8a8"), dtype=torch.float16)
+    by_blocks = {n: gemm.microseconds(spec, 256, GemmConfig(256, 2, gemm.EVEN), n) for n in (32, 128)}
+    steps, sums = 28672 // 128 * 16, 256 * 128 * 4
+    rate = gemm._SHARE_BYTES_PER_US
+    step_us = (by_blocks[32] - by_blocks[128] + 6 * sums / rate) / (steps / 32 - steps / 128)
+    assert step_us == pytest.approx(2 * gemm._ONE_SUM[256] * gemm._SHARE)
+    assert gemm.candidates(spec, 256, 132)[0].split != gemm.EVEN  # 8.25 parts of each of 16 tiles

@@ -52,8 +52,9 @@ def _written(operation: str, arguments: list[str]) -> frozenset[int]:
         found = re.match(r"R(\d+)(\.\w+)?$", argument)
         if found:
             parts = operation.split(".")
-            wide = "WIDE" in parts or "64" in parts
-            size = 4 if "128" in parts or (parts[0] == "LDSM" and "4" in parts) else 2 if wide else 1
+            matrices = next((int(p) for p in parts if p in ("2", "4")), 1) if parts[0] == "LDSM" else 1
+            wide = "WIDE" in parts or "64" in parts or (parts[0] == "CS2R" and "32" not in parts)
+            size = 4 if "128" in parts else 2 if wide else matrices
             return frozenset(range(int(found[1]), int(found[1]) + size))
         if not re.match(r"!?U?P(\d+|T)$", argument):
             break
@@ -142,6 +143,9 @@ def test_what_is_written_while_it_is_read_is_found() -> None:
     assert faults("LDSM.16.M88.4 R1, [R57]", 0, "MOV R4, R12") == ["LDSM.16.M88.4 R1, [R57]"]
     assert faults("LDS.128 R8, [R57]", 0, "MOV R4, R12") == []
     assert faults("LDS.64 R6, [R57]", 0, "MOV R4, R12") == ["LDS.64 R6, [R57]"]
+    assert faults("LDSM.16.M88.2 R3, [R57]", 0, "MOV R4, R12") == ["LDSM.16.M88.2 R3, [R57]"]
+    assert faults("CS2R R2, SRZ", 0, "MOV R4, R12") == []
+    assert faults("CS2R R6, SRZ", 0, "MOV R4, R12") == ["CS2R R6, SRZ"]
     assert faults("ISETP.GE.AND P1, PT, R4, R5, PT", 0, "MOV R7, R4") == []
     assert faults("IADD3 R9, P1, R4, R5, RZ", 1, "MOV R10, R4") == []
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,3 +78,24 @@ def test_a_lost_engine_ends_the_server(make_engine: Callable[..., Any], own_sign
         run(app, listener, on_ready=asking.start, drain_s=30, engine=client)
     asking.join(timeout=30)
     assert answers[0].status_code == 500
+
+
+def test_a_signal_waits_until_the_engines_process_is_born() -> None:
+    """Blocking it in one thread is not enough: another may catch it, and Python's handler runs in the main one."""
+    from qtool.runtime.server.engine_process import _signals_held
+
+    heard: list[int] = []
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    other.start()
+    try:
+        with _signals_held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            assert heard == []
+        assert heard == [signal.SIGTERM]
+    finally:
+        over.set()
+        other.join()
+        signal.signal(signal.SIGTERM, before)

@@ -432,8 +432,8 @@ def test_the_shipped_table_can_be_used() -> None:
     [
         ["gemm", 64, 5, 1, 0], ["gemm", 20, 2, 1, 0], ["gemm", 64, 2, 16, 0], ["gemm", 64, 2, -1, 0],
         ["gemm", 64, 2, 1], ["gemm", None, 2, 1, 0], ["gemm", 64, 2, [1], 0], ["stream", 0, 0, 0], ["stream", 2, 8, 0],
-        ["wide", 64, 2, 1, 2, 3, 1], ["skinny", 0, 0, 0, 0, 0, 0], ["skinny", 2, 8, 1, 1, 0], ["unheard-of"], [], 5, True,
-        "gemm", {"gemm": 1},
+        ["wide", 64, 2, 1, 2, 3, 1], ["skinny", 0, 0, 0, 0, 0, 0], ["skinny", 2, 8, 1, 1, 0], ["unheard-of"], [], 5,
+        True, "gemm", {"gemm": 1},
     ],
     ids=str,
 )  # fmt: skip

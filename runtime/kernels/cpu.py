@@ -11,6 +11,7 @@ codes themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -48,44 +49,48 @@ def _int8_mm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@cache
+def _once(trial: Callable[[], bool]) -> Callable[[], bool]:
+    """`trial` as a function that runs it once a process; False also where this torch or this CPU lacks the product."""
+
+    @cache
+    def runs() -> bool:
+        try:
+            return trial()
+        except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
+            return False
+
+    return runs
+
+
+@_once
 def _int4_runs() -> bool:
-    """Try the int4 product once on numbers that bfloat16 holds exactly."""
-    try:
-        codes = (torch.arange(32 * 64, dtype=torch.int32) * 7 % 16).view(32, 64)
-        scale_offset = torch.stack((torch.full((2, 32), 0.5), torch.full((2, 32), 1.0)), dim=2).bfloat16()
-        x = torch.zeros(2, 64, dtype=torch.bfloat16)
-        x[0, 3], x[1, 40] = 1.0, 2.0
-        got = _int4_mm(x, _int4_pack(codes), 32, scale_offset)
-        want = x.float() @ ((codes.float() - 8) * 0.5 + 1).T
-        return torch.equal(got.float(), want)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
+    """Try the int4 product on numbers that bfloat16 holds exactly."""
+    codes = (torch.arange(32 * 64, dtype=torch.int32) * 7 % 16).view(32, 64)
+    scale_offset = torch.stack((torch.full((2, 32), 0.5), torch.full((2, 32), 1.0)), dim=2).bfloat16()
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[0, 3], x[1, 40] = 1.0, 2.0
+    got = _int4_mm(x, _int4_pack(codes), 32, scale_offset)
+    want = x.float() @ ((codes.float() - 8) * 0.5 + 1).T
+    return torch.equal(got.float(), want)
 
 
-@cache
+@_once
 def _int8_runs() -> bool:
-    """Try the int8 product once on numbers that bfloat16 holds exactly."""
-    try:
-        weight = (torch.arange(32 * 64) % 100 - 50).to(torch.int8).view(32, 64)
-        x = torch.zeros(1, 64, dtype=torch.bfloat16)
-        x[0, 5] = 2.0
-        got = _int8_mm(x, weight, torch.full((32,), 0.5).bfloat16())
-        return torch.equal(got.float(), x.float() @ (weight.float() * 0.5).T)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
+    """Try the int8 product on numbers that bfloat16 holds exactly."""
+    weight = (torch.arange(32 * 64) % 100 - 50).to(torch.int8).view(32, 64)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    x[0, 5] = 2.0
+    got = _int8_mm(x, weight, torch.full((32,), 0.5).bfloat16())
+    return torch.equal(got.float(), x.float() @ (weight.float() * 0.5).T)
 
 
-@cache
+@_once
 def _int8_int8_runs() -> bool:
-    """Try the product of int8 matrices once, at the ends of their range (some CPUs' instructions saturate there)."""
-    try:
-        x = torch.tensor([[127], [-128], [3]], dtype=torch.int8).expand(3, 70).contiguous()
-        weight = torch.tensor([[127], [-128], [-5], [0], [1]], dtype=torch.int8).expand(5, 70).contiguous()
-        got = torch._int_mm(x, weight.T)
-        return got.dtype == torch.int32 and torch.equal(got.double(), x.double() @ weight.double().T)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
+    """Try the product of int8 matrices at the ends of their range (some CPUs' instructions saturate there)."""
+    x = torch.tensor([[127], [-128], [3]], dtype=torch.int8).expand(3, 70).contiguous()
+    weight = torch.tensor([[127], [-128], [-5], [0], [1]], dtype=torch.int8).expand(5, 70).contiguous()
+    got = torch._int_mm(x, weight.T)
+    return got.dtype == torch.int32 and torch.equal(got.double(), x.double() @ weight.double().T)
 
 
 @cache

@@ -38,7 +38,18 @@ def dequantized_model(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES or [pytest.param("-", marks=pytest.mark.skip(reason="no fixtures here"))])
+@pytest.mark.parametrize(
+    "name",
+    NAMES
+    or [
+        pytest.param(
+            "-",
+            marks=pytest.mark.skip(
+                reason="the peers' checkpoints are not on this machine (shared/, beside the checkout)"
+            ),
+        )
+    ],
+)
 def test_peer_checkpoint_gives_its_reference_logits(name: str) -> None:
     folder = FIXTURES / name
     reference = load_file(folder / "reference_logits.safetensors")

@@ -27,8 +27,8 @@ from qtool.runtime.kernels.interface import LinearSpec
 BUCKETS: tuple[int, ...] = (
     *(1, 8), *range(16, 257, 16), *range(288, 513, 32), *range(576, 2049, 64)
 )  # fmt: skip
-"""Numbers of tokens for which a choice is made; others take the next larger one. From 128 on what lies between measured
-ones is left to an estimate; beyond all of them the kernel of the last one serves."""
+"""Numbers of tokens for which a choice is made, by measurements or else by a rule; others take the next larger one, and
+beyond all of them the kernel of the last one serves."""
 
 Choice = SkinnyConfig | StreamConfig | GemmConfig | None
 """None: int8 rows (int8_matmul.py) where they serve, else dequantize a slab at a time and multiply in 16 bits."""
@@ -161,7 +161,8 @@ def serves(choice: Choice, spec: LinearSpec, bucket: int) -> bool:
     if isinstance(choice, GemmConfig):
         return choice in gemm.ways(spec) and (bucket > gemm.EXACT_TOKENS or not choice.progressive)
     if isinstance(choice, SkinnyConfig):
-        return min(astuple(replace(choice, prefetch_x=True))) > 0 and bucket <= skinny.MAX_TOKENS
+        least = min(choice.tiles, choice.warps, choice.split, choice.prefetch, choice.min_blocks)
+        return least > 0 and bucket <= skinny.MAX_TOKENS
     return True
 
 

@@ -163,14 +163,11 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
     scheme = spec.scheme
     if config.progressive and not (scheme.act_bits and scheme.bits == 4 and kernel_group(scheme)):
         return False
-    costs = _COSTS[_kind(spec, config)].steps
-    if not min(costs) <= config.tokens <= max(costs):
-        return False
-    widest = _WIDEST_BY_GROUP if _kind(spec, config) == "by group" else _WIDEST
-    narrow = config.tokens <= widest[config.warpgroups]
+    kind = _kind(spec, config)
+    widest = _WIDEST_BY_GROUP if kind == "by group" else _WIDEST
     return (
         supports(spec)
-        and narrow
+        and min(_COSTS[kind].steps) <= config.tokens <= min(max(_COSTS[kind].steps), widest[config.warpgroups])
         and config.ring(spec).stages >= _LEAST_STAGES
         and config.shared_bytes(spec) <= _SHARED_BYTES
     )
@@ -234,8 +231,8 @@ def for_more(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int) ->
     """The same kernel for other numbers of tokens: only whether the last tiles are shared may differ."""
     if config.split > 1:
         return config
-    ways = (replace(config, split=1), replace(config, split=EVEN))
-    return min(ways, key=lambda way: microseconds(spec, tokens, way, num_sms))
+    either = (replace(config, split=1), replace(config, split=EVEN))
+    return min(either, key=lambda way: microseconds(spec, tokens, way, num_sms))
 
 
 def gates(spec: LinearSpec) -> bool:

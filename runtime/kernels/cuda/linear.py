@@ -148,9 +148,9 @@ def form_before(tokens: int, packed: Packed, spec: LinearSpec) -> Form:
 def apply_rows(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     """The product of activations that are rounded already, in the form that form_before gave. → [M, rows]"""
     weight = PackedWeight(*packed)
-    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
-    out = torch.empty(tokens, spec.rows, dtype=spec.dtype, device=weight.codes.device)
-    multiply(rows, weight, spec, choose(spec, tokens, out.device), out)
+    out = torch.empty(len(rows), spec.rows, dtype=spec.dtype, device=weight.codes.device)
+    with torch.cuda.device(out.device):
+        multiply(rows, weight, spec, choose(spec, len(rows), out.device), out)
     return out
 
 
@@ -167,9 +167,8 @@ def gates(tokens: int, packed: Packed, spec: LinearSpec) -> bool:
 def apply_gated(rows: Int8Rows | Tensor, packed: Packed, spec: LinearSpec) -> Tensor:
     """silu(gate) * up [M, rows / 2], for which `gates` holds, of x [M, cols] or its rows as form_before allows."""
     weight = PackedWeight(*packed)
-    tokens = len(rows) if isinstance(rows, Tensor) else len(rows.scales)
-    out = torch.empty(tokens, spec.rows // 2, dtype=spec.dtype, device=weight.codes.device)
-    choice = choose(spec, tokens, out.device)
+    out = torch.empty(len(rows), spec.rows // 2, dtype=spec.dtype, device=weight.codes.device)
+    choice = choose(spec, len(rows), out.device)
     with torch.cuda.device(out.device):
         if isinstance(rows, Tensor):
             rows = ready(rows, weight, spec, choice)

@@ -59,11 +59,6 @@ def _job(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> Job |
     return job_of(linear.spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
 
 
-def _choices(linear: QuantLinear, device: torch.device) -> list[tuple[int, Choice]]:
-    """Numbers of tokens and what multiplies them, each kernel at least once."""
-    return [(tokens, choose(linear.spec, tokens, device)) for tokens in BUCKETS]
-
-
 def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:
     """Bring the machine code of all products by `linears` (those that are ours) into the cache on disk; those whose
     id is among `gated` are gate and up.
@@ -73,10 +68,10 @@ def precompile(linears: Iterable[object], gated: Container[int], device: torch.d
     """
     arch = arch_of(torch.cuda.current_device() if device.index is None else device.index)
     found = (
-        _job(linear, tokens, choice, id(linear) in gated)
+        _job(linear, tokens, choose(linear.spec, tokens, device), id(linear) in gated)
         for linear in linears
         if isinstance(linear, QuantLinear) and linear.kernel.name == NAME
-        for tokens, choice in _choices(linear, device)
+        for tokens in BUCKETS
     )
     jobs = dict.fromkeys(job for job in found if job is not None)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler does not hold Python's lock

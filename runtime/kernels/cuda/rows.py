@@ -35,6 +35,9 @@ class Int8Rows:
     codes: Tensor
     scales: Tensor
 
+    def __len__(self) -> int:
+        return len(self.scales)
+
 
 def _threads(columns: int) -> int:
     """Of a block: one 16-byte unit each where that is at most 512, more units and threads for long rows."""

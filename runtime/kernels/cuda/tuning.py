@@ -33,8 +33,8 @@ _TURNS = 5  # so often, in turns
 _SHARED_BYTES = 220_000  # of an SM, for all its blocks
 
 # By number of tokens: the smallest set of cuts that holds, for each linear layer of a 7B model and each of w4g128,
-# w4g128a8 and w8a8, one within 1.5 % of the fastest of an exhaustive search (40 to 240 cuts) on an H200; and small cuts
-# for small layers.
+# w4g128a8 and w8a8, one within 1.5 % of the fastest of an exhaustive search (40 to 240 cuts) on an H200; small cuts for
+# small layers; and up to 8 tokens those that were faster with little L1 cache.
 _SKINNY = {
     8: (
         SkinnyConfig(2, 16, prefetch=1),

@@ -93,7 +93,13 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     assert float((error / size.clamp_min(1e-300)).max()) < 12 * tolerance, what
 
 
-A_FEW_CUTS = [GemmConfig(64, 3, 3), GemmConfig(96, 2, EVEN), GemmConfig(64, 2), GemmConfig(256, 2, progressive=True)]
+A_FEW_CUTS = [
+    GemmConfig(64, 3, 3),
+    GemmConfig(96, 2, EVEN),
+    GemmConfig(64, 2),
+    GemmConfig(256, 2),
+    GemmConfig(256, 2, progressive=True),
+]
 CUTS = [
     GemmConfig(*cut, progressive)
     for cut in (

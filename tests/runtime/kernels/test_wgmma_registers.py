@@ -191,6 +191,7 @@ def _products() -> Iterator[tuple[str, GemmConfig]]:
             GemmConfig(144, 2, EVEN),
             GemmConfig(256, 2),
             GemmConfig(256, 2, progressive=True),
+            GemmConfig(192, 3, progressive=True),
         ):
             if gemm.fits(spec, config):
                 yield name, config

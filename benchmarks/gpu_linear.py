@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -115,10 +115,7 @@ def make_layer(shape: str, mode: str, dense: Tensor) -> Layer:
     spec = spec_of(shape, mode, dense.dtype)
     weight = rtn(dense, spec.scheme, scale_dtype=torch.float16)
     packed = pack_weight(weight, spec.scheme.act_bits or 16, weight.codes.device)
-    rounds = [
-        PackedWeight(codes, scales, packed.zeros, packed.columns)
-        for codes, scales in copies((packed.codes, packed.scales))
-    ]
+    rounds = [replace(packed, codes=codes, scales=scales) for codes, scales in copies((packed.codes, packed.scales))]
     return Layer(shape, mode, spec, packed, rounds, weight.dequantize(torch.float32))
 
 

@@ -96,6 +96,9 @@ DEVICE u32 half_fma2(u32 a, u32 b, u32 c) {
 DEVICE u32 bf16_fma2(u32 a, u32 b, u32 c) {
   u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
 }
+// In the activations' type.
+DEVICE u32 fma2(u32 a, u32 b, u32 c) { return BF16 ? bf16_fma2(a, b, c) : half_fma2(a, b, c); }
+DEVICE u32 twice(float v) { return floats_to_acts(v, v); }
 // (a & mask) | bits in one instruction.
 DEVICE u32 mask_or(u32 a, u32 mask, u32 bits) {
   u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits)); return r;

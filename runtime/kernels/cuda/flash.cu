@@ -82,9 +82,9 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
   auto multiply_keys = [&]() {                           // scores = queries of this warpgroup times the next tile
     barrier_wait(full_at + 8 * stage, phase);
     wgmma_fence();
+    const u64 keys = (u64)((ring + stage * TILE_BYTES) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
     UNROLL for (int s = 0; s < D / 16; s++) {
-      const u32 at = ring + stage * TILE_BYTES + (s >> 2) * (KEYS * 128) + (s & 3) * 32;
-      const u64 b = (u64)(at >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+      const u64 b = keys + ((s >> 2) * (KEYS * 8) + (s & 3) * 2);
       if (s == 0)
         wgmma<false>(scores, q[s], b);
       else
@@ -95,11 +95,8 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
   auto multiply_values = [&]() {                         // sum += weights times the next tile
     barrier_wait(full_at + 8 * stage, phase);
     wgmma_fence();
-    UNROLL for (int s = 0; s < KEYS / 16; s++) {
-      const u32 at = ring + stage * TILE_BYTES + s * 2048;
-      const u64 b = (u64)(at >> 4) | ((u64)(KEYS * 8) << 16) | (64ull << 32) | (1ull << 62);
-      wgmma<true, true>(sum, weights[s], b);
-    }
+    const u64 values = (u64)((ring + stage * TILE_BYTES) >> 4) | ((u64)(KEYS * 8) << 16) | (64ull << 32) | (1ull << 62);
+    UNROLL for (int s = 0; s < KEYS / 16; s++) wgmma<true, true>(sum, weights[s], values + s * 128);
     wgmma_commit();
   };
   auto release = [&](int stage) {

@@ -51,7 +51,8 @@
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
 // Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
 #define FETCH_EARLY (!INT8 || CW > 2 || TOKENS < 128)
-#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : 1.f)   // of what fragments hold
+#define POWER (BF16 ? 64.f : 512.f)                     // by which weights are divided without scale groups
+#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : !INT8 && !GROUP ? POWER : 1.f)   // of what fragments hold
 #if SUMS_BY_GROUP
 typedef float Sum;
 #else
@@ -118,6 +119,11 @@ struct Weights {
 #if PROGRESSIVE
   u32 ratio[SCALES][2];                                  // of rows g and g + 8 to the row's unit, twice, in float16
 #endif
+#if !INT8 && (BF16 || SCALE_BF16)
+  float shift[2];                                        // 2^12 over the power of rows g and g + 8, see factors
+#elif !INT8
+  u32 shift;
+#endif
 };
 
 #if PROGRESSIVE
@@ -136,6 +142,51 @@ DEVICE void rescale(u32 q, const u32 (&ratio)[2], u32 low, u32 high, u32 (&f)[2]
   f[1] = __byte_perm(e1, o1, 0x6240);
 }
 DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v)); return r; }
+#endif
+
+#if !INT8
+// A code alone in its half of a word is a number: itself in the smallest units of the activations' type, 16 times that from bit 4
+// on. One fused multiply-add brings it to its weight, rounded once: times a factor, less the zero point at the weight's scale;
+// where that would be rounded (ASYM with scale groups), the code less its zero point, times the factor. For factors to be numbers
+// of that type, weights come divided by a power of two: with scale groups by their row's own (layout.py), else by POWER.
+struct Factors { u32 of[2], zero[2]; };                  // of rows g and g + 8, twice
+
+// Of a scale group of a step.
+DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
+  Factors r;
+  const float row_8 = WEIGHT_BITS == 4 ? 1.f / 16 : 1.f;   // a code of row g + 8 starts at bit 4
+#if !GROUP
+  const float units = BF16 ? 1.7014118346046923e38f : 32768.f;   // 2^127, 2^15
+  r.of[0] = twice(units);
+  r.of[1] = twice(units * row_8);
+#if ASYM
+  UNROLL for (int k = 0; k < 2; k++) r.zero[k] = twice((float)(w.zero[0] >> 8 * k & 255) * (-1.f / POWER));
+#else
+  r.zero[0] = r.zero[1] = twice((1 << (WEIGHT_BITS - 1)) * (-1.f / POWER));
+#endif
+#else
+  const float middle = (1 << (WEIGHT_BITS - 1)) / -4096.f;
+#if !BF16 && !SCALE_BF16
+  const u32 scale = mul2(w.scale[group], w.shift), of = mul2(scale, floats_to_acts(4096.f, 4096.f * row_8));
+  const u32 zero = mul2(scale, twice(middle));
+  UNROLL for (int k = 0; k < 2; k++) {
+    r.of[k] = scale_pair(of, k);
+    r.zero[k] = scale_pair(zero, k);
+  }
+#else
+  UNROLL for (int k = 0; k < 2; k++) {
+    const float s = scale_of(w.scale[group], k) * w.shift[k];
+    r.of[k] = twice(s * ((BF16 ? 2.6584559915698317e36f : 4096.f) * (k ? row_8 : 1.f)));   // 2^121, 2^12
+    r.zero[k] = twice(s * middle);
+  }
+#endif
+#if ASYM
+  UNROLL for (int k = 0; k < 2; k++)
+    r.zero[k] = 0x80008000u | (w.zero[group] >> 8 * k & 255) * (k && WEIGHT_BITS == 4 ? 0x00100010u : 0x00010001u);
+#endif
+#endif
+  return r;
+}
 #endif
 
 // The i-th SLICE columns of a step.
@@ -177,26 +228,20 @@ DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
 }
 #else
 DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
-  [[maybe_unused]] const int n = i / 4, s = i % 4, t = 2 * (s & 1), group = i * SLICE * SCALES / COLUMNS;
-#if ASYM
-  const ZeroPoint z0 = zero_point(w.zero[group] & 255), z1 = zero_point(w.zero[group] >> 8);
-#else
-  const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
-#endif
+  const int n = i / 4, s = i % 4, t = 2 * (s & 1);
+  const Factors by = factors(w, i * SLICE * SCALES / COLUMNS);
+  UNROLL for (int k = 0; k < 4; k++) {
 #if WEIGHT_BITS == 4
-  const int shift = 8 * (s >> 1);
-  pairs_to_acts(w.codes[n][0][t] >> shift, w.codes[n][0][t + 1] >> shift, z0, z1, f);
+    const u32 code = w.codes[n][0][t + (k >> 1)] >> 8 * (s >> 1) & (k & 1 ? 0x00f000f0u : 0x000f000fu);
 #else
-  bytes_to_acts(w.codes[n][s >> 1][t], z0, z1, f[0], f[1]);
-  bytes_to_acts(w.codes[n][s >> 1][t + 1], z0, z1, f[2], f[3]);
+    const u32 code = __byte_perm(w.codes[n][s >> 1][t + (k >> 1)], 0, k & 1 ? 0x4342 : 0x4140);
 #endif
-#if GROUP
-  const u32 s0 = scale_pair(w.scale[group], 0), s1 = scale_pair(w.scale[group], 1);
-  f[0] = mul2(f[0], s0);
-  f[1] = mul2(f[1], s1);
-  f[2] = mul2(f[2], s0);
-  f[3] = mul2(f[3], s1);
+#if GROUP && ASYM
+    f[k] = mul2(fma2(code, twice(1.f), by.zero[k & 1]), by.of[k & 1]);
+#else
+    f[k] = fma2(code, by.of[k & 1], by.zero[k & 1]);
 #endif
+  }
 }
 #endif
 
@@ -246,11 +291,11 @@ struct Maps { TensorMap x, codes, scales, zeros; };
 __device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
 #endif
 
-// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; XS: float [M], of int8 activations. Grid:
+// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; D: float [16 tiles], powers of two by which rows are divided; XS: float [M], of int8 activations. Grid:
 // (SPLIT, tiles) or (1, blocks), all of which run at once. P: room for the sums of every block where tiles are shared, [blocks,
 // CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16* Y, float4* P, int M, int N, int chunks,
+gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restrict__ D, const float* XS, u16* Y, float4* P, int M, int N, int chunks,
      int rounds, int turn, const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
   extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
@@ -353,11 +398,19 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
   const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
   asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
   auto operand = [&](int stage, int i) {                 // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
-    return (u64)(first_operand + (stage * BOXES + i / 4) * (BOX_X / 16) + i % 4 * 2) | (64ull << 32) | (1ull << 62);
+    return ((u64)(first_operand + stage * BOXES * (BOX_X / 16)) | (64ull << 32) | (1ull << 62)) + (i / 4 * (BOX_X / 16) + i % 4 * 2);
   };
   auto release = [&](int stage) {                        // this warp has done with it
     if (lane == 0) barrier_arrive(empty_at + 8 * stage);
   };
+#if !INT8 && GROUP
+  float powers[2];                                       // of rows g and g + 8 of the next tile
+  auto load_powers = [&](const Share& share) {
+    const int tile = (share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place;
+    UNROLL for (int k = 0; k < 2; k++) powers[k] = __ldg(D + min(tile, (N - 1) >> 4) * 16 + g + 8 * k);
+  };
+  load_powers(SPLIT > 1 ? share : nth_share(0, all, tiles, rounds));
+#endif
   pdl_wait();
   // Where blocks take several tiles, warpgroups start a part of a step apart: then not all of them store results at once.
   const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
@@ -375,7 +428,18 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* XS, u16
 #if ASYM && !GROUP
     w.zero[0] = __ldg(Z + min((first_row + side * width) / 16 + place, (N - 1) >> 4) * 8 + g);
 #endif
-    float gain[2] = {UNIT, UNIT};                        // of rows g and g + 8
+#if !INT8 && GROUP
+    float gain[2] = {powers[0], powers[1]};              // of rows g and g + 8
+    const float shift[2] = {4096.f / powers[0], 4096.f / powers[1]};
+#if BF16 || SCALE_BF16
+    UNROLL for (int k = 0; k < 2; k++) w.shift[k] = shift[k];
+#else
+    w.shift = floats_to_acts(shift[0], shift[1]);
+#endif
+    if (SPLIT == 1) load_powers(nth_share(number, all, tiles, rounds));
+#else
+    float gain[2] = {UNIT, UNIT};
+#endif
 #if PROGRESSIVE
     gain[0] = gain[1] = 0.f;                             // the row's largest weight becomes 127
     for (int k = t; k < groups; k += 4) {

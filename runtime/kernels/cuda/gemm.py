@@ -297,7 +297,7 @@ def multiply(
     kernel(x.device, packed, spec, config, gated=gated).launch(
         (max(1, config.split), blocks, 1),
         config.threads,
-        (packed.scales, packed.zeros, scales, out, room, *sizes, maps),
+        (packed.scales, packed.zeros, packed.powers, scales, out, room, *sizes, maps),
         shared_bytes=config.shared_bytes(spec),
         cluster=(config.split, 1, 1) if config.split > 1 else None,
         overlap=True,

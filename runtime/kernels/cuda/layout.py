@@ -42,12 +42,15 @@ class PackedWeight:
         scales: [tiles, groups, 8, 2] float16 or bfloat16 (rows g and g + 8 side by side), or [N] float32 per channel.
         zeros: [tiles, groups, 8, 2] uint8, groups = 1 per channel; empty where symmetric.
         columns: [64 chunks] int64, which column of x each one multiplies (K: none); empty where they are 0, 1, 2, ...
+        powers: [16 tiles] float32, powers of two: the largest scale of a row, divided by its power, is from 2^-9 to
+            below 2^-8, or less where all are tiny (gemm.cu says what for); empty per channel and with int8 activations.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     columns: Tensor
+    powers: Tensor
 
     @property
     def chunks(self) -> int:
@@ -133,6 +136,13 @@ def _scale_dtype(scale: Tensor) -> torch.dtype:
     return torch.float16 if low >= info.tiny and float(size.max()) <= info.max else torch.bfloat16
 
 
+def _powers(scale: Tensor) -> Tensor:
+    """[N, G] scales → [N] float32: PackedWeight.powers."""
+    exponent = torch.frexp(scale.abs().amax(dim=1).float()).exponent + 8
+    least = -3 if scale.dtype == torch.float16 else -100  # 2^12 over a power is of the scales' type
+    return torch.ldexp(torch.ones(len(scale), device=scale.device), exponent.clamp(least, 126))
+
+
 def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) -> PackedWeight:
     """Rearrange `weight` into kernel order on `device`, a slab of rows at a time.
 
@@ -182,7 +192,8 @@ def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) ->
 
     if group:
         groups = padded // group
-        scales = _per_row_pair(_pad(scale.to(_scale_dtype(scale)), tiles * TILE_ROWS, groups), tiles)
+        scale = _pad(scale.to(_scale_dtype(scale)), tiles * TILE_ROWS, groups)
+        scales = _per_row_pair(scale, tiles)
     else:
         groups = 1
         scales = scale.to(torch.float32).reshape(rows).contiguous()
@@ -190,7 +201,8 @@ def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) ->
         zeros = torch.empty(0, dtype=torch.uint8, device=device)
     else:
         zeros = _per_row_pair(_pad(zero, tiles * TILE_ROWS, groups), tiles)
-    return PackedWeight(codes, scales, zeros, columns)
+    powers = _powers(scale) if group and act_bits == 16 else torch.empty(0, device=device)
+    return PackedWeight(codes, scales, zeros, columns, powers)
 
 
 def arrange_activations(x: Tensor, packed: PackedWeight) -> Tensor:

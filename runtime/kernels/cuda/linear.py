@@ -70,7 +70,7 @@ def _probe(device_index: int, bits: int, act_bits: int | None, dtype: torch.dtyp
 
 
 def pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Packed:
-    """`weight` in kernel order on `device`: (codes, scales, zeros, columns) of layout.PackedWeight.
+    """`weight` in kernel order on `device`: the tensors of layout.PackedWeight.
 
     Raises:
         QtoolError: the weight does not agree with `spec`.
@@ -81,7 +81,7 @@ def pack(weight: QuantizedWeight, spec: LinearSpec, device: torch.device) -> Pac
             f"({spec.rows}, {spec.cols}) in {spec.scheme.name}"
         )
     packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
-    return packed.codes, packed.scales, packed.zeros, packed.columns
+    return packed.codes, packed.scales, packed.zeros, packed.columns, packed.powers
 
 
 def apply(x: Tensor, packed: Packed, spec: LinearSpec) -> Tensor:

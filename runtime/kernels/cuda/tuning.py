@@ -188,10 +188,7 @@ def tune(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     packed = pack_weight(weight, spec.scheme.act_bits or 16, device)
-    rounds = [
-        PackedWeight(codes, scales, packed.zeros, packed.columns)
-        for codes, scales in copies((packed.codes, packed.scales))
-    ]
+    rounds = [replace(packed, codes=codes, scales=scales) for codes, scales in copies((packed.codes, packed.scales))]
     found: dict[str, list[Timing]] = {}
     for tokens in token_counts:
         x = torch.randn(tokens, spec.cols, device=device).to(spec.dtype)

@@ -13,7 +13,7 @@ from qtool.runtime.kernels.cuda import gemm
 from qtool.runtime.kernels.cuda.choice import choose, decode, encode
 from qtool.runtime.kernels.cuda.gemm import EVEN, GemmConfig
 from qtool.runtime.kernels.cuda.layout import pack_weight
-from qtool.runtime.kernels.cuda.linear import apply, apply_choice
+from qtool.runtime.kernels.cuda.linear import apply, apply_choice, pack
 from qtool.runtime.kernels.interface import LinearSpec
 
 SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure
@@ -74,7 +74,7 @@ def check(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, config: Gemm
     poison = torch.full((tokens, rows), torch.nan, dtype=dtype, device=device)
     del poison  # its memory is most likely the output's
     if config is None:
-        y = apply(x, (packed.codes, packed.scales, packed.zeros, packed.columns), spec)
+        y = apply(x, pack(weight, spec, device), spec)
         chosen = choose(spec, tokens, device)
         assert isinstance(chosen, GemmConfig)
         progressive = chosen.progressive

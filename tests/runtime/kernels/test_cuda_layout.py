@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -146,6 +147,25 @@ def test_scales_and_zeros_lie_beside_their_rows(group: int, symmetric: bool) -> 
             if weight.zero is not None:
                 assert packed.zeros[tile, column // inner, g, half] == weight.zero[row, column // group]
     assert (len(packed.zeros) == 0) == symmetric
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [
+    (torch.float16, [6e-8, 1e-3, 0.0078125, 0.02, 1.0, 65504.0]), (torch.bfloat16, [1e-30, 1e-9, 0.02, 1.0, 1e30]),
+])  # fmt: skip
+def test_rows_are_divided_by_a_power_of_two(dtype: torch.dtype, sizes: list[float]) -> None:
+    """A row's largest scale then lies in [2^-9, 2^-8), unless the power would be too small; zeros do no harm."""
+    scale = torch.tensor([*sizes, 0.0], dtype=dtype).unsqueeze(1) * torch.tensor([0.25, -1.0], dtype=dtype)
+    codes = torch.zeros(len(scale), 64, dtype=torch.uint8)
+    powers = pack_weight(QuantizedWeight(codes, scale, None, QuantScheme(4, 32)), 16, CPU).powers
+    assert powers.shape == (16,)
+    assert powers.dtype == torch.float32
+    assert all(math.frexp(p)[0] == 0.5 for p in powers.tolist())
+    for size, power in zip(scale.abs().amax(dim=1).double().tolist(), powers.double().tolist(), strict=False):
+        least = 2.0**-3 if dtype == torch.float16 else 2.0**-100
+        assert 2.0**-9 <= size / power < 2.0**-8 or (power == least and size / power < 2.0**-8) or size == 0
+    for scheme, act_bits in ((QuantScheme(4, 32), 8), (QuantScheme(4), 16)):
+        weight = random_weight(16, 64, scheme)
+        assert len(pack_weight(weight, act_bits, CPU).powers) == 0
 
 
 def test_per_channel_scales_are_float32_in_row_order() -> None:

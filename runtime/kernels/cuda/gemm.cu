@@ -151,6 +151,16 @@ DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r
 // of that type, weights come divided by a power of two: with scale groups by their row's own (layout.py), else by POWER.
 struct Factors { u32 of[2], zero[2]; };                  // of rows g and g + 8, twice
 
+// One half of a word twice; the assembler makes it a part of the instruction that uses it.
+DEVICE u32 half_of(u32 pair, int k) {
+  u32 r;
+  if (k)
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\nmov.b32 %0, {b, b};\n}" : "=r"(r) : "r"(pair));
+  else
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\nmov.b32 %0, {a, a};\n}" : "=r"(r) : "r"(pair));
+  return r;
+}
+
 // Of a scale group of a step.
 DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
   Factors r;
@@ -170,8 +180,8 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
   const u32 scale = mul2(w.scale[group], w.shift), of = mul2(scale, floats_to_acts(4096.f, 4096.f * row_8));
   const u32 zero = mul2(scale, twice(middle));
   UNROLL for (int k = 0; k < 2; k++) {
-    r.of[k] = scale_pair(of, k);
-    r.zero[k] = scale_pair(zero, k);
+    r.of[k] = half_of(of, k);
+    r.zero[k] = half_of(zero, k);
   }
 #else
   UNROLL for (int k = 0; k < 2; k++) {
@@ -506,13 +516,11 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
     UNROLL for (int j = 0; j < TOKENS / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) sum[j][k] = 0;
     int now = stage;                                     // the stage of this step
-    auto pass = [&](int i) {                             // on to the next warpgroup
-      if (apart && warpgroup + 1 < CW && number == 1 && i == 0) pass_warpgroups(warpgroup + 1);
-    };
     if (steps > 0) {
       fetch();
       make(a[0], 0);
     }
+    if (apart && warpgroup + 1 < CW && number == 1) pass_warpgroups(warpgroup + 1);
 #if SUMS_BY_GROUP
     Partial exact[TOKENS / 8][4];                        // sums of one scale group
     auto add_exact = [&](u32 pair) {                     // times the group's scales
@@ -541,7 +549,6 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
     auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
       const u32 pair = multiply(mine);
       const int current = now;
-      pass(i);
       now = stage;
       if (i + 1 < steps) fetch();
       make(next, 0);                                     // past the last step of no use, and no harm
@@ -563,7 +570,6 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
 #if PARTS == 1
     auto step = [&](int i, const u32 (&mine)[SLICES][4], u32 (&next)[SLICES][4]) {
       multiply(now, mine, 0);
-      pass(i);
       const int after = stage;
       if (FETCH_EARLY && i + 1 < steps) fetch();
       wgmma_wait<1>();                                   // the step before
@@ -583,7 +589,6 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
 #else
     for (int i = 0; i < steps; i++) {
       multiply(now, a[0], 0);
-      pass(i);
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
       make(a[1], 4);

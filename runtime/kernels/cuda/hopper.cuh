@@ -137,16 +137,3 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-
-#ifdef SCALE_BF16
-// The scale of row g (row = 0) or g + 8 (1) of a pair twice, in the activations' type.
-DEVICE u32 scale_pair(u32 scales, int row) {
-#if SCALE_BF16 == BF16
-  const u32 s = row ? scales >> 16 : scales & 0xffff;
-  return s | (s << 16);
-#else
-  const float f = scale_of(scales, row);
-  return floats_to_acts(f, f);
-#endif
-}
-#endif

@@ -34,7 +34,7 @@ _SHARED_BYTES = 220_000  # of an SM, for all its blocks
 
 # By number of tokens: the smallest set of cuts that holds, for each linear layer of a 7B model and each of w4g128,
 # w4g128a8 and w8a8, one within 1.5 % of the fastest of an exhaustive search (40 to 240 cuts) on an H200; small cuts for
-# small layers; and up to 8 tokens those that were faster with little L1 cache.
+# small layers; and those that were the fastest of later searches.
 _SKINNY = {
     8: (
         SkinnyConfig(2, 16, prefetch=1),
@@ -64,6 +64,8 @@ _SKINNY = {
         SkinnyConfig(2, 4, prefetch=4),
         SkinnyConfig(2, 8, 2, prefetch=1, min_blocks=2),
         SkinnyConfig(1, 8, prefetch=1),
+        SkinnyConfig(2, 8, prefetch=1, min_blocks=3),
+        SkinnyConfig(3, 8, prefetch=1),
     ),
     32: (
         SkinnyConfig(2, 4, prefetch=1),

@@ -10,7 +10,7 @@
 // 2023, arXiv 2301.03598); copies are ahead of the products across tiles.
 //
 // 16-bit activations: group scales multiply the weights in the activations' type, sums are float32. What bounds it: issue slots
-// up to about 64 tokens (180 instructions of a warp for a step, 105 of which make weights), then the tensor cores, then power.
+// up to about 64 tokens (123 instructions of a warp for a step, 75 of which make weights), then power.
 //
 // Int8 activations: sums are exact within a scale group, then float32. PROGRESSIVE: every 4-bit weight is brought to its row's
 // largest scale and rounded to 8 bits, so that one exact sum serves the row (progressive group quantization: Lin et al. 2024,
@@ -19,7 +19,8 @@
 // GATED: half of a block's rows are of gate, half the same of up, and it leaves silu(gate) * up.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16 | 8 (8: 8-bit weights are symmetric); BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu;
-//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT;
+//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone);
+//   FUSED (ACT_BITS 16: per channel, or symmetric with powers D): codes become weights in one instruction; CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT;
 //   COLUMNS: of one or two BOXES, of one with int8 activations; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles.
 //   After hopper.cuh and gated.cuh.
 
@@ -52,7 +53,7 @@
 // Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
 #define FETCH_EARLY (!INT8 || CW > 2 || TOKENS < 128)
 #define POWER (BF16 ? 64.f : 512.f)                     // by which weights are divided without scale groups
-#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : !INT8 && !GROUP ? POWER : 1.f)   // of what fragments hold
+#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : FUSED && !GROUP ? POWER : 1.f)   // of what fragments hold
 #if SUMS_BY_GROUP
 typedef float Sum;
 #else
@@ -119,9 +120,9 @@ struct Weights {
 #if PROGRESSIVE
   u32 ratio[SCALES][2];                                  // of rows g and g + 8 to the row's unit, twice, in float16
 #endif
-#if !INT8 && (BF16 || SCALE_BF16)
+#if FUSED && (BF16 || SCALE_BF16)
   float shift[2];                                        // 2^12 over the power of rows g and g + 8, see factors
-#elif !INT8
+#elif FUSED
   u32 shift;
 #endif
 };
@@ -144,11 +145,11 @@ DEVICE void rescale(u32 q, const u32 (&ratio)[2], u32 low, u32 high, u32 (&f)[2]
 DEVICE u32 half_twice(float v) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v)); return r; }
 #endif
 
-#if !INT8
+#if FUSED
 // A code alone in its half of a word is a number: itself in the smallest units of the activations' type, 16 times that from bit 4
-// on. One fused multiply-add brings it to its weight, rounded once: times a factor, less the zero point at the weight's scale;
-// where that would be rounded (ASYM with scale groups), the code less its zero point, times the factor. For factors to be numbers
-// of that type, weights come divided by a power of two: with scale groups by their row's own (layout.py), else by POWER.
+// on. One fused multiply-add brings it to its weight, rounded once: times a factor, less the zero point at the weight's scale.
+// For factors to be numbers of that type, weights come divided by a power of two: with scale groups by their row's own
+// (layout.py), else by POWER.
 struct Factors { u32 of[2], zero[2]; };                  // of rows g and g + 8, twice
 
 // One half of a word twice; the assembler makes it a part of the instruction that uses it.
@@ -190,12 +191,18 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
     r.zero[k] = twice(s * middle);
   }
 #endif
-#if ASYM
-  UNROLL for (int k = 0; k < 2; k++)
-    r.zero[k] = 0x80008000u | (w.zero[group] >> 8 * k & 255) * (k && WEIGHT_BITS == 4 ? 0x00100010u : 0x00010001u);
-#endif
 #endif
   return r;
+}
+#elif !INT8
+// The scale of row g (row = 0) or g + 8 (1) of a pair twice, in the activations' type.
+DEVICE u32 scale_pair(u32 scales, int row) {
+#if SCALE_BF16 == BF16
+  const u32 s = row ? scales >> 16 : scales & 0xffff;
+  return s | (s << 16);
+#else
+  return twice(scale_of(scales, row));
+#endif
 }
 #endif
 
@@ -236,7 +243,7 @@ DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
 #endif
 #endif
 }
-#else
+#elif FUSED
 DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
   const int n = i / 4, s = i % 4, t = 2 * (s & 1);
   const Factors by = factors(w, i * SLICE * SCALES / COLUMNS);
@@ -246,12 +253,25 @@ DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
 #else
     const u32 code = __byte_perm(w.codes[n][s >> 1][t + (k >> 1)], 0, k & 1 ? 0x4342 : 0x4140);
 #endif
-#if GROUP && ASYM
-    f[k] = mul2(fma2(code, twice(1.f), by.zero[k & 1]), by.of[k & 1]);
-#else
     f[k] = fma2(code, by.of[k & 1], by.zero[k & 1]);
-#endif
   }
+}
+#else
+DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
+  const int n = i / 4, s = i % 4, t = 2 * (s & 1), group = i * SLICE * SCALES / COLUMNS;
+#if ASYM
+  const ZeroPoint z0 = zero_point(w.zero[group] & 255), z1 = zero_point(w.zero[group] >> 8);
+#else
+  const ZeroPoint z0 = zero_point(1u << (WEIGHT_BITS - 1)), z1 = z0;
+#endif
+#if WEIGHT_BITS == 4
+  const int shift = 8 * (s >> 1);
+  pairs_to_acts(w.codes[n][0][t] >> shift, w.codes[n][0][t + 1] >> shift, z0, z1, f);
+#else
+  bytes_to_acts(w.codes[n][s >> 1][t], z0, z1, f[0], f[1]);
+  bytes_to_acts(w.codes[n][s >> 1][t + 1], z0, z1, f[2], f[3]);
+#endif
+  UNROLL for (int k = 0; k < 4; k++) f[k] = mul2(f[k], scale_pair(w.scale[group], k & 1));
 }
 #endif
 
@@ -301,7 +321,7 @@ struct Maps { TensorMap x, codes, scales, zeros; };
 __device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
 #endif
 
-// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; D: float [16 tiles], powers of two by which rows are divided; XS: float [M], of int8 activations. Grid:
+// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; D: float [16 tiles] (FUSED); XS: float [M], of int8 activations. Grid:
 // (SPLIT, tiles) or (1, blocks), all of which run at once. P: room for the sums of every block where tiles are shared, [blocks,
 // CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -413,7 +433,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
   auto release = [&](int stage) {                        // this warp has done with it
     if (lane == 0) barrier_arrive(empty_at + 8 * stage);
   };
-#if !INT8 && GROUP
+#if FUSED && GROUP
   float powers[2];                                       // of rows g and g + 8 of the next tile
   auto load_powers = [&](const Share& share) {
     const int tile = (share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place;
@@ -438,9 +458,10 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
 #if ASYM && !GROUP
     w.zero[0] = __ldg(Z + min((first_row + side * width) / 16 + place, (N - 1) >> 4) * 8 + g);
 #endif
-#if !INT8 && GROUP
+#if FUSED && GROUP
     float gain[2] = {powers[0], powers[1]};              // of rows g and g + 8
-    const float shift[2] = {4096.f / powers[0], 4096.f / powers[1]};
+    float shift[2];                                      // 4096 / power: exponents alone
+    UNROLL for (int k = 0; k < 2; k++) shift[k] = __uint_as_float(0x85000000u - __float_as_uint(powers[k]));
 #if BF16 || SCALE_BF16
     UNROLL for (int k = 0; k < 2; k++) w.shift[k] = shift[k];
 #else

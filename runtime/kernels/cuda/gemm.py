@@ -240,9 +240,13 @@ def gates(spec: LinearSpec) -> bool:
     return spec.rows % (2 * TILE_ROWS) == 0
 
 
-def macros(spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig, *, gated: bool = False) -> Macros:
-    """All macros of gemm.cu for one product."""
+def macros(
+    spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig, *, gated: bool = False, powers: bool = True
+) -> Macros:
+    """All macros of gemm.cu for one product; `powers`: the weight has PackedWeight.powers, if any of its spec does."""
+    powers = (powers and spec.scheme.symmetric) or not kernel_group(spec.scheme)
     return weight_macros(spec, scale_dtype) | {
+        "FUSED": int(powers and not spec.scheme.act_bits),
         "PROGRESSIVE": int(config.progressive),
         "TOKENS": config.tokens,
         "CW": config.warpgroups,
@@ -259,7 +263,7 @@ def kernel(
     device: torch.device, packed: PackedWeight, spec: LinearSpec, config: GemmConfig, *, gated: bool = False
 ) -> Kernel:
     """The compiled kernel. Raises QtoolError as load_kernel does."""
-    chosen = macros(spec, packed.scales.dtype, config, gated=gated)
+    chosen = macros(spec, packed.scales.dtype, config, gated=gated, powers=len(packed.powers) > 0)
     return load_kernel(device, "gemm.cu", "gemm", chosen, shared_limit=config.shared_bytes(spec))
 
 

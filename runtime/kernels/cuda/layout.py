@@ -43,7 +43,8 @@ class PackedWeight:
         zeros: [tiles, groups, 8, 2] uint8, groups = 1 per channel; empty where symmetric.
         columns: [64 chunks] int64, which column of x each one multiplies (K: none); empty where they are 0, 1, 2, ...
         powers: [16 tiles] float32, powers of two: the largest scale of a row, divided by its power, is from 2^-9 to
-            below 2^-8, or less where all are tiny (gemm.cu says what for); empty per channel and with int8 activations.
+            below 2^-8, or less where all are tiny (gemm.cu says what for); empty per channel, where asymmetric, with
+            int8 activations, and where groups of a row differ too much.
     """
 
     codes: Tensor
@@ -137,10 +138,16 @@ def _scale_dtype(scale: Tensor) -> torch.dtype:
 
 
 def _powers(scale: Tensor) -> Tensor:
-    """[N, G] scales → [N] float32: PackedWeight.powers."""
-    exponent = torch.frexp(scale.abs().amax(dim=1).float()).exponent + 8
-    least = -3 if scale.dtype == torch.float16 else -100  # 2^12 over a power is of the scales' type
-    return torch.ldexp(torch.ones(len(scale), device=scale.device), exponent.clamp(least, 126))
+    """[N, G] scales → [N] float32: PackedWeight.powers. Empty where a row's smallest scale is less than 2^-8 of its
+    largest, which would be rounded more than the weights themselves, or the largest has no such power."""
+    size = scale.abs().float()
+    most = size.amax(dim=1)
+    least = torch.where(size > 0, size, torch.inf).amin(dim=1)
+    if not bool(((least >= most * 2**-8) & (most < 2.0**118)).all()):
+        return torch.empty(0, device=scale.device)
+    lowest = -3 if scale.dtype == torch.float16 else -100  # 2^12 over a power is of the scales' type
+    exponent = (torch.frexp(most).exponent + 8).clamp_min(lowest)
+    return ((exponent.int() + 127) << 23).view(torch.float32)
 
 
 def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) -> PackedWeight:
@@ -201,7 +208,8 @@ def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) ->
         zeros = torch.empty(0, dtype=torch.uint8, device=device)
     else:
         zeros = _per_row_pair(_pad(zero, tiles * TILE_ROWS, groups), tiles)
-    powers = _powers(scale) if group and act_bits == 16 else torch.empty(0, device=device)
+    fused = group and act_bits == 16 and scheme.symmetric
+    powers = _powers(scale) if fused else torch.empty(0, device=device)
     return PackedWeight(codes, scales, zeros, columns, powers)
 
 

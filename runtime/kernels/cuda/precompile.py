@@ -25,11 +25,18 @@ Job = tuple[str, tuple[tuple[str, int], ...]]
 
 
 def job_of(
-    spec: LinearSpec, scale_dtype: torch.dtype, chunks: int, tokens: int, choice: Choice, *, gated: bool = False
+    spec: LinearSpec,
+    scale_dtype: torch.dtype,
+    chunks: int,
+    tokens: int,
+    choice: Choice,
+    *,
+    gated: bool = False,
+    powers: bool = True,
 ) -> Job | None:
     """The kernel by which `choice` multiplies `tokens` activations; None where it is none of ours.
 
-    `gated`: with silu(gate) * up at its end, where it can.
+    `gated`: with silu(gate) * up at its end, where it can; `powers`: see gemm.macros.
     """
     file: str
     macros: Macros
@@ -41,7 +48,7 @@ def job_of(
         file, macros = "stream.cu", stream.macros(spec, scale_dtype, tokens, choice, gated=gated)
     elif isinstance(choice, GemmConfig):
         gated = gated and gemm.gates(spec)
-        file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice, gated=gated)
+        file, macros = "gemm.cu", gemm.macros(spec, scale_dtype, choice, gated=gated, powers=powers)
     else:
         return None
     return file, tuple(sorted(macros.items()))
@@ -56,7 +63,8 @@ def compile_job(arch: str, job: Job) -> None:
 def _job(linear: QuantLinear, tokens: int, choice: Choice, gated: bool) -> Job | None:
     packed = PackedWeight(*linear.packed)
     gated = gated and linear.bias is None
-    return job_of(linear.spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated)
+    powers = len(packed.powers) > 0
+    return job_of(linear.spec, packed.scales.dtype, packed.chunks, tokens, choice, gated=gated, powers=powers)
 
 
 def precompile(linears: Iterable[object], gated: Container[int], device: torch.device) -> None:

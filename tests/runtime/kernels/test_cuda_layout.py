@@ -16,6 +16,7 @@ from qtool.runtime.kernels.cuda.linear import supports
 from qtool.runtime.kernels.interface import LinearSpec
 
 CPU = torch.device("cpu")
+SCHEME = QuantScheme(4, 32)
 
 
 def random_weight(rows: int, cols: int, scheme: QuantScheme, g_idx: Tensor | None = None) -> QuantizedWeight:
@@ -163,9 +164,37 @@ def test_rows_are_divided_by_a_power_of_two(dtype: torch.dtype, sizes: list[floa
     for size, power in zip(scale.abs().amax(dim=1).double().tolist(), powers.double().tolist(), strict=False):
         least = 2.0**-3 if dtype == torch.float16 else 2.0**-100
         assert 2.0**-9 <= size / power < 2.0**-8 or (power == least and size / power < 2.0**-8) or size == 0
-    for scheme, act_bits in ((QuantScheme(4, 32), 8), (QuantScheme(4), 16)):
-        weight = random_weight(16, 64, scheme)
-        assert len(pack_weight(weight, act_bits, CPU).powers) == 0
+
+
+def test_rows_have_powers_only_where_they_help() -> None:
+    """Not where a group is less than 2^-8 of its row's largest, nor without scale groups, zero points apart."""
+
+    def powers(scale: list[list[float]], dtype: torch.dtype = torch.float16) -> int:
+        weight = QuantizedWeight(torch.zeros(2, 64, dtype=torch.uint8), torch.tensor(scale).to(dtype), None, SCHEME)
+        return len(pack_weight(weight, 16, CPU).powers)
+
+    assert powers([[0.5, 2**-9], [0.0, 1.0]]) == 16
+    assert powers([[0.5, 2**-9], [-1.0, 2**-8.5]]) == 0
+    assert powers([[0.0, 0.0], [0.0, 0.0]]) == 16
+    assert powers([[1.0, 1.0], [torch.inf, 1.0]]) == 0
+    assert powers([[1.0, 1.0], [torch.nan, 1.0]]) == 0
+    assert powers([[1.0, 1.0], [2.0**117, 2.0**110]], torch.bfloat16) == 16
+    assert powers([[1.0, 1.0], [2.0**118, 2.0**110]], torch.bfloat16) == 0
+    for scheme, act_bits in ((SCHEME, 8), (QuantScheme(4), 16), (QuantScheme(4, 32, symmetric=False), 16)):
+        assert len(pack_weight(random_weight(16, 64, scheme), act_bits, CPU).powers) == 0
+
+
+def test_powers_do_not_depend_on_the_default_type() -> None:
+    weight = random_weight(16, 64, SCHEME)
+    want = pack_weight(weight, 16, CPU).powers
+    assert len(want) == 16
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert torch.equal(pack_weight(weight, 16, CPU).powers, want)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_per_channel_scales_are_float32_in_row_order() -> None:

@@ -186,22 +186,29 @@ def test_16_bit_activations_for_every_scheme(scheme: QuantScheme, dtype: torch.d
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16], ids=["fp16 scales", "bf16 scales"])
+@pytest.mark.parametrize("apart", [6, 12], ids=lambda k: f"groups {1 << k} times")
 @pytest.mark.parametrize("name", ["w4g32", "w4g128", "w4g64-asym", "w8g32"])
-def test_gemm_where_rows_and_groups_differ_in_size(name: str, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Each row by itself is as exact as where all are alike: weights are made in units of the row's largest scale."""
+def test_gemm_where_rows_and_groups_differ_in_size(
+    name: str, apart: int, scale_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Each row by itself is as exact as where all are alike, also where its largest groups meet no activations."""
     rows, cols, tokens = 192, 1024, 48
     weight = make_weight(rows, cols, QuantScheme.parse(name), torch.float32)
+    groups = weight.scale.shape[1]
     most = 1e3 if torch.float16 in (dtype, scale_dtype) else 1e6
     sizes = torch.logspace(-3, 0, rows)[torch.randperm(rows)] * most
-    within = torch.where(torch.rand(weight.scale.shape) < 0.1, 1.0, 2**-8)  # a row's few large groups
-    scale = (weight.scale * sizes.unsqueeze(1) * within).to(scale_dtype)
-    weight = replace(weight, scale=scale)
+    large = torch.arange(groups) % 8 == 3
+    scale = weight.scale * sizes.unsqueeze(1) * torch.where(large, 1.0, 2.0**-apart)
+    weight = replace(weight, scale=scale.to(scale_dtype))
+    packed = pack_weight(weight, 16, device())
+    assert (len(packed.powers) > 0) == (apart == 6 and weight.zero is None)
     spec = LinearSpec(rows, cols, weight.scheme, dtype=dtype)
-    x = activations(tokens, cols, dtype) / most
+    x = activations(tokens, cols, dtype) / most * 2.0**apart
+    x[:, large.repeat_interleave(cols // groups).to(x.device)] = 0
     dense = weight.dequantize(torch.float64).to(x.device).T
     size = (x.double().pow(2) @ dense.pow(2)).sqrt()
     for cut in (GemmConfig(48, 3), GemmConfig(32, 2, split=2)):
-        y = apply_choice(x, pack_weight(weight, 16, device()), spec, cut)
+        y = apply_choice(x, packed, spec, cut)
         error = (y.double() - x.double() @ dense).norm(dim=0) / size.norm(dim=0)
         assert float(error.max()) < 2 * TOLERANCE[dtype], (name, cut, SEED)
 

@@ -97,11 +97,13 @@ def test_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     if arch == "sm_90a":
         gemm = {"TOKENS": 96, "CW": 3, "SPLIT": 1, "STAGES": 3, "BLOCKS": 160, "LAUNCHES": 2}
-        whole = weight | gemm | {"COLUMNS": 128, "PROGRESSIVE": 0, "GATED": 0}
+        whole = weight | gemm | {"COLUMNS": 128, "PROGRESSIVE": 0, "GATED": 0, "FUSED": 0}
         stream = {"MT": 1, "NT": 4, "KW": 4, "PF": 3, "MINB": 3, "GATED": 1}
         jobs += [
             ("gemm.cu", whole | {"COLUMNS": 64}),
             ("gemm.cu", whole | {"SPLIT": 2, "GATED": 1}),
+            ("gemm.cu", whole | {"ASYM": 0, "FUSED": 1}),
+            ("gemm.cu", whole | {"GROUP": 0, "FUSED": 1}),
             ("gemm.cu", whole | {"ACT_BITS": 8}),
             ("gemm.cu", whole | {"ACT_BITS": 8, "PROGRESSIVE": 1, "SPLIT": 2}),
             ("stream.cu", weight | stream),

@@ -182,7 +182,7 @@ def _can_compile() -> bool:
 
 
 def _products() -> Iterator[tuple[str, GemmConfig]]:
-    for name in ("w8a8", "w8g128a8", "w4a8-asym", "w4g128a8", "w4g64a8-asym", "w4g128", "w8"):
+    for name in ("w8a8", "w8g128a8", "w4a8-asym", "w4g128a8", "w4g64a8-asym", "w4g128", "w4g64-asym", "w8"):
         spec = LinearSpec(4096, 4096, QuantScheme.parse(name), dtype=torch.float16)
         for config in (
             GemmConfig(32, 3),

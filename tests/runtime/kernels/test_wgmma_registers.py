@@ -1,4 +1,4 @@
-"""No kernel writes a register that the tensor cores may still read.
+"""No kernel writes a register that the tensor cores may still read, nor uses one that it has given away.
 
 Hopper's wgmma reads its A operand from registers while the warp goes on, until a wait for its group. The assembler does
 not always keep those registers: it may take them for something else before that wait, and results are wrong now and
@@ -35,9 +35,12 @@ _MOST_GROUPS = 3  # under way at once; no kernel leaves more
 @dataclass(frozen=True)
 class Instruction:
     """`operand`: registers of A that a matrix product reads, or none; `ends`: whether it ends its group; `pending`:
-    groups that may still be under way after a wait; `written`: registers; `after`: instructions that may follow."""
+    groups that may still be under way after a wait; `written`: registers; `highest`: register named; `left`: registers
+    that a warp keeps from here on; `after`: instructions that may follow."""
 
     text: str
+    highest: int
+    left: int | None
     operand: frozenset[int]
     ends: bool
     pending: int | None
@@ -66,7 +69,7 @@ def instructions(listing: str) -> list[Instruction]:
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in map(str.strip, listing.splitlines()):
-        if label := re.match(r"(\.L\w+):", line):
+        if label := re.match(r"(\.L\w+|\$\S+):", line):
             labels[label[1]] = len(lines)
         elif code := re.match(r"/\*[0-9a-f]{4,6}\*/\s*(.*?);", line):
             lines.append(code[1].strip())
@@ -81,14 +84,22 @@ def instructions(listing: str) -> list[Instruction]:
             target = re.search(r"`\((\.L\w+)\)", rest)
             conditional |= len(arguments) > 1 or "P" in rest.split("`")[0]
             following = [labels[target[1]], *(following if conditional else [])] if target else following
-        elif operation.startswith("EXIT") and not conditional:
+        elif operation.startswith("CALL"):  # and back
+            following = [labels[rest.split("`(")[1].split(")")[0]], *following]
+        elif operation.startswith("BRX"):
+            following = [labels[name] for name in re.findall(r"\.L\w+", rest)]
+        elif operation.startswith(("EXIT", "RET")) and not conditional:
             following = []
+        wide = 4 if ".128" in bare else 2 if re.search(r"\.(64|WIDE)\b", bare) else 1
+        left = re.search(r"USETMAXREG\.DEALLOC\S* 0x([0-9a-f]+)", bare)
         matrix = operation.startswith(("HGMMA", "IGMMA"))
         first = re.match(r"R(\d+)", arguments[1]) if matrix else None
         wait = operation == "WARPGROUP.DEPBAR.LE"
         found.append(
             Instruction(
                 text=text,
+                highest=max((int(r) + wide - 1 for r in re.findall(r"\bR(\d+)\b", bare)), default=-1),
+                left=int(left[1], 16) if left else None,
                 operand=frozenset(range(int(first[1]), int(first[1]) + 4)) if first else frozenset(),
                 ends=matrix and "gsb0" in rest,
                 pending=int(arguments[-1], 16) if wait else None,
@@ -121,6 +132,19 @@ def overwritten(listing: str) -> list[str]:
             groups = groups[-here.pending :] if here.pending else ()
         work += [(following, (group, groups)) for following in here.after]
     return [faults[at] for at in sorted(faults)]
+
+
+def given_away(listing: str) -> list[str]:
+    """The instructions that name a register which their warp has left to others."""
+    code = instructions(listing)
+    work = [(following, here.left) for here in code if here.left is not None for following in here.after]
+    seen: set[tuple[int, int]] = set()
+    while work:
+        at, left = work.pop()
+        if (at, left) not in seen:
+            seen.add((at, left))
+            work += [(following, left) for following in code[at].after]
+    return [code[at].text for at, left in sorted(seen) if code[at].highest >= left]
 
 
 LOOP = """
@@ -161,6 +185,35 @@ def test_a_wait_for_all_but_one_group_leaves_the_last_one_under_way() -> None:
     """
     found = {register: bool(overwritten(two.format(register=register))) for register in (4, 7, 8, 11, 12, 15, 16)}
     assert found == {4: False, 7: False, 8: True, 11: True, 12: True, 15: True, 16: False}
+
+
+def test_registers_that_were_given_away_are_found() -> None:
+    branches = """
+        /*0010*/                   @P0 BRA `(.L_x_1) ;
+        /*0020*/                   USETMAXREG.DEALLOC.CTAPOOL 0x20 ;
+        /*0030*/                   CALL.REL.NOINC `($__internal_0_$div) ;
+        /*0040*/                   BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_2,.L_x_3"*) ;
+.L_x_1:
+        /*0050*/                   MOV R99, RZ ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   MOV R31, RZ ;
+        /*0080*/                   EXIT ;
+.L_x_3:
+        /*0090*/                   {wide} ;
+        /*00a0*/                   EXIT ;
+$__internal_0_$div:
+        /*00b0*/                   {divide} ;
+        /*00c0*/                   RET.REL.NODEC R2 `(gemm) ;
+        /*00d0*/                   MOV R98, RZ ;
+    """
+    for wide, divide, found in (
+        ("LDS.128 R28, [R2]", "MOV R4, R5", []),
+        ("LDS.128 R32, [R2]", "MOV R4, R5", ["LDS.128 R32, [R2]"]),
+        ("IMAD.WIDE R31, R2, R3, R4", "MOV R4, R5", ["IMAD.WIDE R31, R2, R3, R4"]),
+        ("MOV R4, R5", "@!P1 MOV R4, R40", ["@!P1 MOV R4, R40"]),
+    ):
+        assert given_away(branches.format(wide=wide, divide=divide)) == found
 
 
 def _disassembler() -> str | None:
@@ -210,5 +263,8 @@ def test_products_leave_what_the_tensor_cores_read(
     disassembler = _disassembler()
     assert disassembler is not None
     listing = subprocess.run([disassembler, "-c", file], capture_output=True, text=True, check=True).stdout
-    assert sum(bool(i.operand) for i in instructions(listing)) >= 4
+    code = instructions(listing)
+    assert sum(bool(i.operand) for i in code) >= 4
     assert overwritten(listing) == []
+    assert [i.left for i in code if i.left is not None] == [40 if config.warpgroups == 2 else 32]
+    assert given_away(listing) == []

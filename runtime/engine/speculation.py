@@ -283,7 +283,7 @@ class Speculator:
             return None
         try:
             found = {r: _in_form(r, d) for r, d in self.proposer.propose(wanted).items()}
-        except Exception:
+        except Exception:  # of a proposer, which may be anyone's: no request fails for it
             log.exception("proposing tokens failed; the engine goes on without speculation")
             self._broken = True
             return None

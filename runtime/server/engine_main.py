@@ -120,7 +120,7 @@ class LogForwarder(logging.Handler):
             if record.exc_info:
                 text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
             self._outbox.send(LogLine(record.name, record.levelno, text))
-        except Exception:
+        except Exception:  # as every logging.Handler does
             self.handleError(record)
 
 

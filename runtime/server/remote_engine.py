@@ -237,7 +237,7 @@ class RemoteEngine(EngineClient):
         try:
             for report in self._process.last_reports():
                 self._take(report)
-        except Exception:
+        except Exception:  # a report torn by the death: requests must still be answered
             logger.exception("the last reports of the engine's process cannot be used")
         reason = f"the engine's process ended ({self._process.how_it_ended()})"
         logger.critical("%s", reason)

@@ -19,10 +19,10 @@
 // GATED: half of a block's rows are of gate, half the same of up, and it leaves silu(gate) * up.
 //
 // Macros: WEIGHT_BITS; ACT_BITS 16 | 8 (8: 8-bit weights are symmetric); BF16; SCALE_BF16; GROUP; ASYM; GATED as in skinny.cu;
-//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone);
-//   FUSED (ACT_BITS 16: per channel, or symmetric with powers D): codes become weights in one instruction; CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT;
-//   COLUMNS: of one or two BOXES, of one with int8 activations; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles.
-//   After hopper.cuh and gated.cuh.
+//   PROGRESSIVE (ACT_BITS 8, WEIGHT_BITS 4 and a GROUP alone); FUSED (ACT_BITS 16: per channel, or symmetric with powers D):
+//   codes become weights in one instruction; CW 2 .. 4; TOKENS: of a tile, as WIDTH in hopper.cuh; SPLIT; COLUMNS: of one or two
+//   BOXES, of one with int8 activations; STAGES; BLOCKS and LAUNCHES: the most of them that share tiles. After hopper.cuh and
+//   gated.cuh.
 
 #define UNROLL _Pragma("unroll")
 #define LOADS (WEIGHT_BITS / 4)                          // 16-byte units of a lane for 16 rows of 64 columns
@@ -53,7 +53,8 @@
 // Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
 #define FETCH_EARLY (!INT8 || CW > 2 || TOKENS < 128)
 #define POWER (BF16 ? 64.f : 512.f)                     // by which weights are divided without scale groups
-#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : FUSED && !GROUP ? POWER : 1.f)   // of what fragments hold
+// Of what fragments hold.
+#define UNIT (INT8 && WEIGHT_BITS == 4 && !ASYM && !PROGRESSIVE ? 0.0625f : FUSED && !GROUP ? POWER : 1.f)
 #if SUMS_BY_GROUP
 typedef float Sum;
 #else
@@ -167,7 +168,7 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
   Factors r;
   const float row_8 = WEIGHT_BITS == 4 ? 1.f / 16 : 1.f;   // a code of row g + 8 starts at bit 4
 #if !GROUP
-  const float units = BF16 ? 1.7014118346046923e38f : 32768.f;   // 2^127, 2^15
+  const float units = BF16 ? 0x1p127f : 0x1p15f;
   r.of[0] = twice(units);
   r.of[1] = twice(units * row_8);
 #if ASYM
@@ -176,9 +177,9 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
   r.zero[0] = r.zero[1] = twice((1 << (WEIGHT_BITS - 1)) * (-1.f / POWER));
 #endif
 #else
-  const float middle = (1 << (WEIGHT_BITS - 1)) / -4096.f;
+  const float middle = (1 << (WEIGHT_BITS - 1)) * -0x1p-12f;
 #if !BF16 && !SCALE_BF16
-  const u32 scale = mul2(w.scale[group], w.shift), of = mul2(scale, floats_to_acts(4096.f, 4096.f * row_8));
+  const u32 scale = mul2(w.scale[group], w.shift), of = mul2(scale, floats_to_acts(0x1p12f, 0x1p12f * row_8));
   const u32 zero = mul2(scale, twice(middle));
   UNROLL for (int k = 0; k < 2; k++) {
     r.of[k] = half_of(of, k);
@@ -187,7 +188,7 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
 #else
   UNROLL for (int k = 0; k < 2; k++) {
     const float s = scale_of(w.scale[group], k) * w.shift[k];
-    r.of[k] = twice(s * ((BF16 ? 2.6584559915698317e36f : 4096.f) * (k ? row_8 : 1.f)));   // 2^121, 2^12
+    r.of[k] = twice(s * ((BF16 ? 0x1p121f : 0x1p12f) * (k ? row_8 : 1.f)));
     r.zero[k] = twice(s * middle);
   }
 #endif
@@ -321,12 +322,12 @@ struct Maps { TensorMap x, codes, scales, zeros; };
 __device__ u32 sums_are_left[LAUNCHES][BLOCKS][CW];
 #endif
 
-// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; D: float [16 tiles] (FUSED); XS: float [M], of int8 activations. Grid:
-// (SPLIT, tiles) or (1, blocks), all of which run at once. P: room for the sums of every block where tiles are shared, [blocks,
-// CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
+// S: float [N] per channel (GROUP 0), or group scales; Z: zero points per channel; D: float [16 tiles], powers of rows (FUSED);
+// XS: float [M], of int8 activations. Grid: (SPLIT, tiles) or (1, blocks), all of which run at once. P: room for the sums of
+// every block where tiles are shared, [blocks, CW, TOKENS / 8, 128, 4]; turn: which LAUNCH.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restrict__ D, const float* XS, u16* Y, float4* P, int M, int N, int chunks,
-     int rounds, int turn, const __grid_constant__ Maps maps) {
+gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restrict__ D, const float* XS, u16* Y, float4* P,
+     int M, int N, int chunks, int rounds, int turn, const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
   extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
@@ -428,16 +429,19 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
   const u32 first_operand = (acts >> 4) | (1u << 16);    // low word of a descriptor: 32 bytes of a token, K contiguous
   asm volatile("" : "+r"(unit), "+r"(pair), "+r"(zero_pair));
   auto operand = [&](int stage, int i) {                 // 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
-    return ((u64)(first_operand + stage * BOXES * (BOX_X / 16)) | (64ull << 32) | (1ull << 62)) + (i / 4 * (BOX_X / 16) + i % 4 * 2);
+    const u64 first = (u64)(first_operand + stage * BOXES * (BOX_X / 16)) | (64ull << 32) | (1ull << 62);
+    return first + (i / 4 * (BOX_X / 16) + i % 4 * 2);   // one addition of 64 bits each
   };
   auto release = [&](int stage) {                        // this warp has done with it
     if (lane == 0) barrier_arrive(empty_at + 8 * stage);
   };
+  [[maybe_unused]] auto row_tile = [&](const Share& share) {   // of this warp
+    return min((share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place, (N - 1) >> 4);
+  };
 #if FUSED && GROUP
   float powers[2];                                       // of rows g and g + 8 of the next tile
   auto load_powers = [&](const Share& share) {
-    const int tile = (share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place;
-    UNROLL for (int k = 0; k < 2; k++) powers[k] = __ldg(D + min(tile, (N - 1) >> 4) * 16 + g + 8 * k);
+    UNROLL for (int k = 0; k < 2; k++) powers[k] = __ldg(D + row_tile(share) * 16 + g + 8 * k);
   };
   load_powers(SPLIT > 1 ? share : nth_share(0, all, tiles, rounds));
 #endif
@@ -445,10 +449,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
   // Where blocks take several tiles, warpgroups start a part of a step apart: then not all of them store results at once.
   const bool apart = SPLIT == 1 && tiles > (int)gridDim.y;
 #if PROGRESSIVE
-  const int last_tile = (N - 1) >> 4, groups = chunks * 64 / GROUP;
-  auto row_tile = [&](const Share& share) {              // of this warp
-    return min((share.tile / token_tiles * WIDTH_ROWS + side * width) / 16 + place, last_tile);
-  };
+  const int groups = chunks * 64 / GROUP;
 #endif
   while (take()) {
     if (apart && warpgroup > 0 && number == 1) meet_warpgroups(warpgroup);
@@ -456,16 +457,15 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
     const int steps = share.end - share.begin;
     Weights w;                                           // of the next step
 #if ASYM && !GROUP
-    w.zero[0] = __ldg(Z + min((first_row + side * width) / 16 + place, (N - 1) >> 4) * 8 + g);
+    w.zero[0] = __ldg(Z + row_tile(share) * 8 + g);
 #endif
 #if FUSED && GROUP
     float gain[2] = {powers[0], powers[1]};              // of rows g and g + 8
-    float shift[2];                                      // 4096 / power: exponents alone
-    UNROLL for (int k = 0; k < 2; k++) shift[k] = __uint_as_float(0x85000000u - __float_as_uint(powers[k]));
+    auto shift = [](float power) { return __uint_as_float(0x85000000u - __float_as_uint(power)); };   // 2^12 / power
 #if BF16 || SCALE_BF16
-    UNROLL for (int k = 0; k < 2; k++) w.shift[k] = shift[k];
+    UNROLL for (int k = 0; k < 2; k++) w.shift[k] = shift(powers[k]);
 #else
-    w.shift = floats_to_acts(shift[0], shift[1]);
+    w.shift = floats_to_acts(shift(powers[0]), shift(powers[1]));
 #endif
     if (SPLIT == 1) load_powers(nth_share(number, all, tiles, rounds));
 #else

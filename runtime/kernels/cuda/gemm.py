@@ -244,9 +244,9 @@ def macros(
     spec: LinearSpec, scale_dtype: torch.dtype, config: GemmConfig, *, gated: bool = False, powers: bool = True
 ) -> Macros:
     """All macros of gemm.cu for one product; `powers`: the weight has PackedWeight.powers, if any of its spec does."""
-    powers = (powers and spec.scheme.symmetric) or not kernel_group(spec.scheme)
+    fused = not spec.scheme.act_bits and (not kernel_group(spec.scheme) or (spec.scheme.symmetric and powers))
     return weight_macros(spec, scale_dtype) | {
-        "FUSED": int(powers and not spec.scheme.act_bits),
+        "FUSED": int(fused),
         "PROGRESSIVE": int(config.progressive),
         "TOKENS": config.tokens,
         "CW": config.warpgroups,

@@ -147,7 +147,7 @@ def _powers(scale: Tensor) -> Tensor:
         return torch.empty(0, device=scale.device)
     lowest = -3 if scale.dtype == torch.float16 else -100  # 2^12 over a power is of the scales' type
     exponent = (torch.frexp(most).exponent + 8).clamp_min(lowest)
-    return ((exponent.int() + 127) << 23).view(torch.float32)
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def pack_weight(weight: QuantizedWeight, act_bits: int, device: torch.device) -> PackedWeight:

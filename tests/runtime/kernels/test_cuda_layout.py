@@ -157,7 +157,7 @@ def test_rows_are_divided_by_a_power_of_two(dtype: torch.dtype, sizes: list[floa
     """A row's largest scale then lies in [2^-9, 2^-8), unless the power would be too small; zeros do no harm."""
     scale = torch.tensor([*sizes, 0.0], dtype=dtype).unsqueeze(1) * torch.tensor([0.25, -1.0], dtype=dtype)
     codes = torch.zeros(len(scale), 64, dtype=torch.uint8)
-    powers = pack_weight(QuantizedWeight(codes, scale, None, QuantScheme(4, 32)), 16, CPU).powers
+    powers = pack_weight(QuantizedWeight(codes, scale, None, SCHEME), 16, CPU).powers
     assert powers.shape == (16,)
     assert powers.dtype == torch.float32
     assert all(math.frexp(p)[0] == 0.5 for p in powers.tolist())
@@ -167,7 +167,7 @@ def test_rows_are_divided_by_a_power_of_two(dtype: torch.dtype, sizes: list[floa
 
 
 def test_rows_have_powers_only_where_they_help() -> None:
-    """Not where a group is less than 2^-8 of its row's largest, nor without scale groups, zero points apart."""
+    """Not where a group is less than 2^-8 of its row's largest, per channel, with zero points or int8 activations."""
 
     def powers(scale: list[list[float]], dtype: torch.dtype = torch.float16) -> int:
         weight = QuantizedWeight(torch.zeros(2, 64, dtype=torch.uint8), torch.tensor(scale).to(dtype), None, SCHEME)

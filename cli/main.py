@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import traceback
 
@@ -12,6 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from qtool._version import __version__
+from qtool.cli import signals
 from qtool.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from qtool.quant.errors import QtoolError
 
@@ -85,13 +85,9 @@ def run(args: list[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _stop(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     # OpenMP threads that spin for long freeze each other as soon as anything else wants a core; a short spin costs
     # nothing where the machine is idle. libgomp reads it when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    signal.signal(signal.SIGTERM, _stop)  # a polite kill cleans up as Ctrl-C does
+    signals.obey()
     sys.exit(run())

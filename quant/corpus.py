@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import sys
 import sysconfig
@@ -39,8 +40,16 @@ def _module_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(files, key=lambda f: hashlib.sha256(f[1].relative_to(stdlib).as_posix().encode()).digest())
 
 
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """It and all statements within; expressions, which are most of a tree, hold no docstrings."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _statements(child)
+
+
 def _docstring_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
             continue
         match node.body[0]:
@@ -66,7 +75,8 @@ def _prose_and_code(source: str) -> tuple[str, str]:
     return prose, "\n".join(code[start:])
 
 
-def stdlib_documents(split: Literal["calibration", "evaluation"]) -> list[str]:
+@functools.cache  # a second of parsing, a few megabytes
+def stdlib_documents(split: Literal["calibration", "evaluation"]) -> tuple[str, ...]:
     """Excerpts of the standard library, prose and code in turn; the two splits share no module.
 
     The same Python gives the same documents in the same order.
@@ -75,7 +85,7 @@ def stdlib_documents(split: Literal["calibration", "evaluation"]) -> list[str]:
         QtoolError: this Python comes without the sources of its library.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
-    documents = []
+    documents: list[str] = []
     for module, path in _module_files(stdlib):
         if _in_evaluation(module) != (split == "evaluation"):
             continue
@@ -89,4 +99,4 @@ def stdlib_documents(split: Literal["calibration", "evaluation"]) -> list[str]:
             f"{stdlib}: this Python comes without the sources of its standard library, from which the default text "
             "is made; pass a text file with --data"
         )
-    return documents
+    return tuple(documents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run in its interpreter
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--emulated", action="store_true", help="run tests of kernels (-m gpu) without a GPU, by tests/ptx"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--emulated"):
+        from ptx.device import emulated
+
+        stack = ExitStack()
+        stack.enter_context(emulated())
+        config.add_cleanup(stack.close)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

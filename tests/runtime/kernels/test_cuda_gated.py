@@ -85,37 +85,43 @@ def largest_error(x: Tensor, weight: QuantizedWeight, float32: float = 2e-5) -> 
     return silu * up, bound * (1 + 4 * unit) + 1e-7
 
 
+def check(name: str, shape: tuple[int, int], counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """skinny.cu and stream.cu, whose products are gated bit for bit."""
+    scheme = QuantScheme.parse(name)
+    rows, cols = shape
+    weight = make_weight(rows, cols, scheme)
+    spec = LinearSpec(rows, cols, scheme, dtype=dtype)
+    packed = pack_weight(weight, scheme.act_bits or 16, torch.device("cuda"))
+    for tokens in counts:
+        x = activations(tokens, cols, dtype)
+        exact, bound = largest_error(x, weight)
+        given = as_arguments(ready(x, packed, spec, CONFIGS[0]))
+        for config in CONFIGS:
+            if config.split > 1 and torch.cuda.get_device_capability()[0] < 9:
+                continue
+            out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
+            skinny.multiply(*given, packed, spec, config, out, gated=True)
+            what = (name, rows, tokens, config, SEED)
+            assert torch.equal(out, silu_mul(apply_choice(x, packed, spec, config), Form.PLAIN)), what
+            assert bool(((out.double() - exact).abs() <= bound).all()), what
+        if scheme.act_bits or tokens > 16 or torch.cuda.get_device_capability() != (9, 0):
+            continue
+        _, bound = largest_error(x, weight, 2e-4)  # sixty times the activations' sum is taken from sums of codes
+        for cut in STREAM_CONFIGS:
+            out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
+            stream.multiply(x, packed, spec, cut, out, gated=True)
+            whole = torch.empty(tokens, rows, dtype=dtype, device="cuda")
+            stream.multiply(x, packed, spec, cut.paired, whole)
+            assert torch.equal(out, silu_mul(whole, Form.PLAIN)), (name, rows, tokens, cut, SEED)
+            assert bool(((out.double() - exact).abs() <= bound).all()), (name, rows, tokens, cut, SEED)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_product_leaves_what_silu_makes_of_it(name: str, dtype: torch.dtype) -> None:
-    scheme = QuantScheme.parse(name)
-    for rows, cols in [(416, 1152), (32, 256)]:  # 13 tiles each, and one
-        weight = make_weight(rows, cols, scheme)
-        spec = LinearSpec(rows, cols, scheme, dtype=dtype)
-        packed = pack_weight(weight, scheme.act_bits or 16, torch.device("cuda"))
-        for tokens in (1, 5, 8, 13, 30):
-            x = activations(tokens, cols, dtype)
-            exact, bound = largest_error(x, weight)
-            given = as_arguments(ready(x, packed, spec, CONFIGS[0]))
-            for config in CONFIGS:
-                if config.split > 1 and torch.cuda.get_device_capability()[0] < 9:
-                    continue
-                out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
-                skinny.multiply(*given, packed, spec, config, out, gated=True)
-                what = (name, rows, tokens, config, SEED)
-                assert torch.equal(out, silu_mul(apply_choice(x, packed, spec, config), Form.PLAIN)), what
-                assert bool(((out.double() - exact).abs() <= bound).all()), what
-            if scheme.act_bits or tokens > 16 or torch.cuda.get_device_capability() != (9, 0):
-                continue
-            _, bound = largest_error(x, weight, 2e-4)  # sixty times the activations' sum is taken from sums of codes
-            for cut in STREAM_CONFIGS:
-                out = torch.full((tokens, rows // 2), torch.nan, dtype=dtype, device="cuda")
-                stream.multiply(x, packed, spec, cut, out, gated=True)
-                whole = torch.empty(tokens, rows, dtype=dtype, device="cuda")
-                stream.multiply(x, packed, spec, cut.paired, whole)
-                assert torch.equal(out, silu_mul(whole, Form.PLAIN)), (name, rows, tokens, cut, SEED)
-                assert bool(((out.double() - exact).abs() <= bound).all()), (name, rows, tokens, cut, SEED)
+    for shape in ((416, 1152), (32, 256)):  # 13 tiles each, and one
+        check(name, shape, (1, 5, 8, 13, 30), dtype)
 
 
 def check_gemm(name: str, shape: tuple[int, int], tokens: int, cut: GemmConfig, dtype: torch.dtype) -> None:
@@ -139,6 +145,16 @@ def check_gemm(name: str, shape: tuple[int, int], tokens: int, cut: GemmConfig, 
     gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, dim=1)
     want = functional.silu(gate) * up
     assert float((out.double() - want).norm() / want.norm()) < few_roundings, what
+
+
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize("name", ["w4g128", "w8g64", "w4g64a8-asym"])
+def test_small_products_leave_what_silu_makes_of_them(name: str) -> None:
+    """Also where there is no GPU."""
+    check(name, (32, 256), (9,), torch.bfloat16)
+    if torch.cuda.get_device_capability() == (9, 0):
+        check_gemm(name, (96, 256), 20, GemmConfig(32, 2, 2), torch.bfloat16)
+        check_gemm(name, (2 * 80, 256), 20, GemmConfig(16, 2, gemm.EVEN), torch.float16)
 
 
 @pytest.mark.gpu

@@ -119,6 +119,18 @@ def test_half_of_the_largest_activation_may_round_either_way() -> None:
     assert torch.allclose(doubtful(x), step * torch.tensor(halves))
 
 
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("name", ["w4g128a8", "w4g32a8-asym"])
+def test_small_products(name: str, progressive: bool) -> None:
+    """Also where there is no GPU."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    weight = make_weight(200, 384, QuantScheme.parse(name))
+    check(weight, 70, torch.float16, GemmConfig(48, 3, EVEN, progressive=progressive))
+    check(weight, 20, torch.bfloat16, GemmConfig(32, 2, 3, progressive=progressive))
+
+
 @pytest.mark.gpu
 class TestOnHopper:
     @pytest.fixture(autouse=True)

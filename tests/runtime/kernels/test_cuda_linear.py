@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ptx.device import Device
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
 from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import kernels
+from qtool.runtime.kernels.cuda import gemm, kernels
 from qtool.runtime.kernels.cuda.choice import Choice, choose
 from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
 from qtool.runtime.kernels.cuda.driver import num_sms
@@ -23,11 +24,6 @@ from qtool.runtime.kernels.cuda.rows import quantize_rows
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure through the test's arguments
 # Relative error of the norm: rounding of the output to 11 or 8 bits, and where weights are scaled in 16 bits, of those.
@@ -117,6 +113,33 @@ SCHEMES = [
 ]
 
 
+@pytest.mark.parametrize("seed", [None, 1], ids=["in order", "in any order"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("w4g128", torch.float16), ("w4g128-asym", torch.bfloat16), ("w4g32", torch.bfloat16), ("w4", torch.float16),
+        ("w8", torch.bfloat16), ("w8g64-asym", torch.float16), ("w4g128a8", torch.bfloat16), ("w8a8", torch.float16),
+        ("w4g64a8-asym", torch.float16), ("w8g32a8", torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_small_products(name: str, dtype: torch.dtype, seed: int | None, gpu_or_emulator: Device | None) -> None:
+    """Every kernel, also where there is no GPU."""
+    if gpu_or_emulator:
+        gpu_or_emulator.seed = seed
+    weight = make_weight(88, 384, QuantScheme.parse(name))
+    run(weight, 3, dtype, SkinnyConfig(2, 4, 2 if hopper() else 1, prefetch=1))
+    run(weight, 2, dtype, None)
+    if not hopper():
+        return
+    if not weight.scheme.act_bits:
+        run(weight, 9, dtype, StreamConfig(3, 2, 1))
+    if gemm.supports(LinearSpec(88, 384, weight.scheme, dtype=dtype)):
+        run(weight, 45, dtype, GemmConfig(32, 2, split=2))
+        run(weight, 40, dtype, GemmConfig(16, 2, EVEN))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_skinny_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
@@ -127,6 +150,7 @@ def test_skinny_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> Non
     run(weight, 13, dtype, SkinnyConfig(1, 8, prefetch=2, prefetch_x=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_dequantized_for_every_scheme(scheme: QuantScheme, dtype: torch.dtype) -> None:
@@ -152,6 +176,7 @@ SKINNY_CUTS = [
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("cut", SKINNY_CUTS, ids=str)
 @pytest.mark.parametrize("name", ["w4g128", "w4g128a8", "w8a8", "w8-asym"])
 def test_skinny_for_every_cut(name: str, cut: SkinnyConfig) -> None:
@@ -172,6 +197,7 @@ A_CUT_OF_EACH_KIND: list[tuple[StreamConfig | GemmConfig, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.act_bits], ids=lambda s: s.name)
@@ -183,6 +209,7 @@ def test_16_bit_activations_for_every_scheme(scheme: QuantScheme, dtype: torch.d
                 run(weight, tokens, dtype, cut)
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16], ids=["fp16 scales", "bf16 scales"])
@@ -213,6 +240,7 @@ def test_gemm_where_rows_and_groups_differ_in_size(
         assert float(error.max()) < 2 * TOLERANCE[dtype], (name, cut, SEED)
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("name", ["w4g64", "w8", "w4g32-asym"])
 def test_16_bit_activations_for_an_odd_number_of_chunks(name: str) -> None:
@@ -228,6 +256,7 @@ def test_16_bit_activations_for_an_odd_number_of_chunks(name: str) -> None:
 STREAM_CUTS = [StreamConfig(*cut) for cut in [(1, 8, 3), (2, 16, 2), (3, 8, 1), (4, 4, 3), (6, 4, 2)]]
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("cut", STREAM_CUTS, ids=str)
 @pytest.mark.parametrize("name", ["w4g128", "w4g128-asym", "w4g32", "w8"])
@@ -240,6 +269,7 @@ def test_stream_for_every_cut(name: str, cut: StreamConfig) -> None:
                 run(weight, tokens, torch.float16, cut)
 
 
+@pytest.mark.gpu
 @on_hopper
 def test_stream_of_activations_that_do_not_cancel_out() -> None:
     """Sums of products by a code and a power of two grow with them; what tensor cores cut off always has one sign."""
@@ -265,6 +295,7 @@ GEMM_CUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.gpu
 @on_hopper
 def test_gemm_takes_more_tiles_than_multiprocessors() -> None:
     for name, cut in (("w4g128", GemmConfig(128, 3)), ("w4g64-asym", GemmConfig(64, 2))):
@@ -273,6 +304,7 @@ def test_gemm_takes_more_tiles_than_multiprocessors() -> None:
         run(weight, 1600, torch.bfloat16, cut)
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("cut", [GemmConfig(128, 3, EVEN), GemmConfig(192, 2, EVEN), GemmConfig(256, 2, EVEN)])
 @pytest.mark.parametrize("name", ["w4g64", "w4g32-asym", "w4", "w8", "w8g32-asym"])
@@ -297,6 +329,7 @@ EVERY_CUT: list[tuple[str, GemmConfig]] = [
 ]
 
 
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(("name", "cut"), EVERY_CUT, ids=str)
 def test_wgmma_for_every_cut(name: str, cut: GemmConfig) -> None:
@@ -306,6 +339,7 @@ def test_wgmma_for_every_cut(name: str, cut: GemmConfig) -> None:
             run(weight, tokens, torch.float16, cut)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (17, 64), (576, 576), (192, 576), (1000, 96), (33, 4160)])
 @pytest.mark.parametrize("name", ["w4g32", "w4g32-asym", "w4g32a8", "w8a8", "w8", "w4a8-asym"])
 def test_odd_shapes_through_the_interface(name: str, rows: int, cols: int) -> None:
@@ -325,12 +359,14 @@ def test_odd_shapes_through_the_interface(name: str, rows: int, cols: int) -> No
                 check(y, x, weight, (name, rows, cols, tokens, dtype), progressive=progressive)
 
 
+@pytest.mark.gpu
 def test_per_channel_columns_that_no_vector_divides() -> None:
     weight = make_weight(50, 77, QuantScheme(8))
     run(weight, 3, torch.float16, SkinnyConfig(1, 4, prefetch=1))
     run(weight, 90, torch.float16, None)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("group", [64, PER_CHANNEL])
 def test_scale_types(group: int, scale_dtype: torch.dtype) -> None:
@@ -342,6 +378,7 @@ def test_scale_types(group: int, scale_dtype: torch.dtype) -> None:
             run(weight, 40, dtype, GemmConfig(64, 2))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["w4g64", "w4g128-asym", "w4g64a8"])
 def test_act_order(name: str) -> None:
     weight = make_weight(64, 1024, QuantScheme.parse(name), act_order=True)
@@ -353,10 +390,12 @@ def test_act_order(name: str) -> None:
         run(weight, 6, torch.float16, StreamConfig(4, 2))
 
 
+@pytest.mark.gpu
 def test_groups_wider_than_the_kernels_own() -> None:
     run(make_weight(64, 1024, QuantScheme(4, 256)), 4, torch.float16, SkinnyConfig(1, 4))
 
 
+@pytest.mark.gpu
 def test_int8_activations_have_one_scale_a_token() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         size = torch.tensor([[1e-3], [1], [7], [300], [0]], device=device())
@@ -369,6 +408,7 @@ def test_int8_activations_have_one_scale_a_token() -> None:
         assert int(codes[4].abs().max()) == 0
 
 
+@pytest.mark.gpu
 def test_products_are_captured_and_replayed() -> None:
     (kernel,) = kernels()
     for name in ("w4g128", "w8a8"):
@@ -391,6 +431,7 @@ def test_products_are_captured_and_replayed() -> None:
                 check(y, x, weight, (name, tokens))
 
 
+@pytest.mark.gpu
 def test_a_chain_of_overlapping_launches_reads_finished_inputs() -> None:
     """Kernels start before the one ahead has finished (programmatic dependent launch): values must not show it."""
     weight = make_weight(512, 512, QuantScheme(4, 128))
@@ -412,6 +453,7 @@ def test_a_chain_of_overlapping_launches_reads_finished_inputs() -> None:
     check(c, b, weight, "third")
 
 
+@pytest.mark.gpu
 def test_a_fresh_thread_may_launch() -> None:
     weight = make_weight(64, 128, QuantScheme(4, 128))
     errors: list[BaseException] = []
@@ -428,6 +470,7 @@ def test_a_fresh_thread_may_launch() -> None:
     assert errors == []
 
 
+@pytest.mark.gpu
 def test_wrong_inputs_are_refused() -> None:
     (kernel,) = kernels()
     weight = make_weight(32, 128, QuantScheme(4, 128))

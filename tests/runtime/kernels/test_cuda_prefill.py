@@ -122,6 +122,22 @@ def test_prefill_in_the_interpreter(case: tuple[int, int, int, list[tuple[int, i
     check(*case)
 
 
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize(
+    ("dim", "mode", "dtype", "window", "soft_cap"),
+    [
+        (64, "float", torch.float16, None, 0.0),
+        (64, "int8", torch.bfloat16, 40, 0.7),
+        (128, "int8-static", torch.float16, None, 0.0),
+    ],
+)
+def test_flash_on_a_few_tokens(dim: int, mode: str, dtype: torch.dtype, window: int | None, soft_cap: float) -> None:
+    """Also where there is no GPU."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    check(dim, 2, 1, [(0, 150), (40, 9)], window, mode, dtype=dtype, flash=True, soft_cap=soft_cap)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mode", ["float", "int8", "int8-static"])

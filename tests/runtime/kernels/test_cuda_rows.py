@@ -11,9 +11,10 @@ from qtool.runtime.kernels.cuda.rows import Form, add_norm, quantize_rows, round
 from qtool.runtime.kernels.cuda.tokens import feed, greedy
 from qtool.runtime.kernels.interface import LinearSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
-SHAPES = [(1, 64), (3, 576), (17, 4096), (2, 8192), (5, 14336), (1, 28672)]
+LARGE = [(17, 4096), (2, 8192), (5, 14336), (1, 28672)]
+SHAPES = [(1, 64), (3, 576), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in LARGE)]
+pytestmark = pytest.mark.usefixtures("gpu_or_emulator")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -57,6 +58,7 @@ def test_codes_are_the_rounded_values() -> None:
     assert torch.equal(round_rows(x), (rows.codes.float() * rows.scales[:, None]).half())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w4g128a8", "w8a8"])
 @pytest.mark.parametrize("tokens", [1, 9, 40, 100, 300])
 def test_a_norm_can_round_for_the_product_that_follows(scheme: str, tokens: int) -> None:
@@ -72,7 +74,9 @@ def test_a_norm_can_round_for_the_product_that_follows(scheme: str, tokens: int)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("vocab", [1, 7, 320, 32000, 49152, 128255])
+@pytest.mark.parametrize(
+    "vocab", [1, 7, 320, *(pytest.param(n, marks=pytest.mark.gpu) for n in (32000, 49152, 128255))]
+)
 def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     logits = torch.randn(6, vocab, device="cuda").to(dtype)
     out = torch.full((6,), -7, dtype=torch.int32, device="cuda")

@@ -1,0 +1,202 @@
+"""The kernels' own launches, on tensors of the CPU, through the emulator instead of a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ptx.copies import Matrix
+from ptx.machine import Machine
+from ptx.memory import FaultError, GlobalMemory
+from ptx.program import Program, parse
+from qtool.quant.errors import QtoolError
+from qtool.runtime.kernels.cuda import driver, nvrtc
+
+MULTIPROCESSORS = 3
+
+
+@functools.cache
+def compile_ptx(source: str, macros: tuple[tuple[str, int], ...] = ()) -> str:
+    """The PTX of CUDA C++ for Hopper. Raises QtoolError with the compiler's log."""
+    lib, program = nvrtc.library(), ctypes.c_void_p()
+    lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        args = [o.encode() for o in nvrtc.options("compute_90a", dict(macros))]
+        failed = lib.nvrtcCompileProgram(program, len(args), (ctypes.c_char_p * len(args))(*args))
+        what, size = "ProgramLog" if failed else "PTX", ctypes.c_size_t()
+        getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        getattr(lib, f"nvrtcGet{what}")(program, text)
+        if failed:
+            raise QtoolError(text.value.decode())
+        return text.value.decode()
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@dataclass(eq=False)
+class EmulatedKernel:
+    """As driver.Kernel; its own global memory lives as long as it does."""
+
+    name: str
+    program: Program
+    shared_limit: int
+    device: Device
+    variables: dict[str, Any]
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: Sequence[driver.Argument],
+        *,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] | None = None,
+        overlap: bool = False,
+    ) -> None:
+        if shared_bytes > max(self.shared_limit, 48 * 1024):
+            raise FaultError(f"{self.name}: {shared_bytes} bytes of shared memory were not asked for")
+        memory = GlobalMemory()
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                storage = argument.untyped_storage()
+                memory.add(storage.data_ptr(), storage.nbytes())
+            elif isinstance(argument, bytes):
+                for matrix in Matrix.read_all(argument):
+                    memory.add(matrix.address, matrix.size)
+        for array in self.variables.values():
+            memory.add(array.ctypes.data, array.nbytes)
+        Machine(
+            self.program,
+            memory,
+            self._laid_out(args),
+            grid=grid,
+            threads=threads,
+            dynamic=shared_bytes,
+            cluster=cluster or (1, 1, 1),
+            variables={name: array.ctypes.data for name, array in self.variables.items()},
+            seed=self.device.seed,
+        ).run()
+        self.device.launches.append(self.name)
+
+    def _laid_out(self, args: Sequence[driver.Argument]) -> bytes:
+        """What the driver makes of the pointers that a launch hands it."""
+        pointers, places = driver.pack_arguments(args), list(self.program.parameters.values())
+        if len(places) != len(args):
+            raise FaultError(f"{self.name} takes {len(places)} arguments, got {len(args)}")
+        room = bytearray(max(begin + size for begin, size in places))
+        for i, (begin, size) in enumerate(places):
+            room[begin : begin + size] = ctypes.string_at(pointers[i], size)
+        return bytes(room)
+
+
+class Device:
+    """What stands in for the driver; `seed`: of the threads' order in launches from now on (None: the usual one)."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self.launches: list[str] = []
+        self._kernels: dict[Any, EmulatedKernel] = {}
+
+    def load(
+        self,
+        index: int,
+        file: str,
+        entry: str,
+        macros: tuple[tuple[str, int], ...],
+        shared_limit: int,
+        little_l1: bool,
+    ) -> EmulatedKernel:
+        key = file, macros
+        if key not in self._kernels:
+            program = parse(compile_ptx(driver.source(file), macros))
+            assert program.name == entry
+            variables = {name: np.zeros(size // 8 + 1, np.uint64) for name, size in program.variables.items()}
+            self._kernels[key] = EmulatedKernel(entry, program, shared_limit, self, variables)
+        return self._kernels[key]
+
+    def describe(
+        self,
+        address: int,
+        rows: int,
+        columns: int,
+        box_rows: int,
+        box_columns: int,
+        bytes_each: int,
+        *,
+        swizzle: bool = False,
+    ) -> bytes:
+        """As driver.tensor_map, with the driver's own refusals."""
+        row, pitch = box_columns * bytes_each, columns * bytes_each
+        if address % 16 or pitch % 16 or row % 16 or max(box_rows, box_columns) > 256 or (swizzle and row > 128):
+            raise QtoolError(f"description of a matrix [{rows}, {columns}]: refused")
+        return Matrix(address, rows, columns, box_rows, box_columns, bytes_each, swizzle).written()
+
+
+_EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """What is asked for on "cuda" is made on the CPU; memory that nobody has written is full of ones, NaN in floats."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
+        if func in _EMPTY and made.device.type == "cpu" and made.is_contiguous():
+            made.view(-1).view(torch.uint8).fill_(255)
+        return made
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+DEVICE = Device()  # the one, since launchers keep the kernels that they were given
+_Generator = torch.Generator
+
+
+@contextmanager
+def emulated() -> Iterator[Device]:
+    """Launches run in the emulator, as on a Hopper with few multiprocessors; tensors on "cuda" are the CPU's.
+
+    Raises:
+        QtoolError: NVRTC, which makes the PTX, is not on this machine.
+    """
+    nvrtc.library()
+    DEVICE.seed = None
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=9, minor=0)
+    answers: dict[str, Any] = {
+        "torch.cuda.is_available": True,
+        "torch.cuda.current_device": 0,
+        "torch.cuda.get_device_capability": (9, 0),
+        "torch.cuda.get_device_properties": properties,
+        "torch.cuda.synchronize": None,
+    }
+    caches = driver.num_sms, driver.has_clusters
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, return_value=answer))
+        for what, instead in (
+            ("torch.cuda.device", lambda device: nullcontext()),
+            ("torch.Generator", lambda device="cpu": _Generator(_on_cpu(device))),
+            ("qtool.runtime.kernels.cuda.driver._load", DEVICE.load),
+            ("qtool.runtime.kernels.cuda.maps.tensor_map", DEVICE.describe),
+        ):
+            stack.enter_context(mock.patch(what, instead))
+        stack.enter_context(_CudaIsCpu())
+        for cached in caches:
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        yield DEVICE

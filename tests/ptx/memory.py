@@ -1,0 +1,116 @@
+"""Memory of an emulated device: every access is checked for its bounds and its alignment."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from typing import Any
+
+import numpy as np
+
+Words = np.ndarray[Any, Any]
+
+
+class FaultError(RuntimeError):
+    """What a device would stop for, or would do in a way that nobody can rely on."""
+
+
+def check_alignment(addresses: Words, size: int) -> None:
+    wrong = addresses % np.uint64(size) != 0
+    if wrong.any():
+        raise FaultError(f"an access of {size} bytes at {int(addresses[wrong][0]):#x}")
+
+
+class Region:
+    """Bytes that may be accessed, as words of every size."""
+
+    def __init__(self, begin: int, data: Words) -> None:
+        self.begin, self.end = begin, begin + data.nbytes
+        self._views = {n: data[: data.nbytes // n * n].view(f"u{n}") for n in (1, 2, 4, 8)}
+
+    def words(self, size: int) -> Words:
+        return self._views[size]
+
+
+class GlobalMemory:
+    """The host's own memory, of which a kernel sees what was added."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._begins: list[int] = []
+
+    def add(self, begin: int, size: int) -> None:
+        if size == 0 or (begin in self._regions and self._regions[begin].end >= begin + size):
+            return
+        data = np.frombuffer((ctypes.c_uint8 * size).from_address(begin), np.uint8)
+        self._regions[begin] = Region(begin, data)
+        self._begins = sorted(self._regions)
+
+    def _region(self, address: int) -> Region:
+        at = bisect.bisect_right(self._begins, address) - 1
+        # a tensor may begin within another: the last that holds the address counts
+        while at >= 0 and self._regions[self._begins[at]].end <= address:
+            at -= 1
+        if at < 0:
+            raise FaultError(f"no memory at {address:#x}")
+        return self._regions[self._begins[at]]
+
+    def _parts(self, addresses: Words, size: int) -> list[tuple[Any, Words, Words]]:
+        """(which addresses, words of their region, places there) for each region."""
+        check_alignment(addresses, size)
+        parts: list[tuple[Any, Words, Words]] = []
+        left = np.arange(len(addresses))
+        while len(left):
+            region = self._region(int(addresses[left[0]]))
+            inside = (addresses[left] >= region.begin) & (addresses[left] + size <= region.end)
+            if not inside[0]:
+                raise FaultError(f"{size} bytes at {int(addresses[left[0]]):#x}: beyond the end of a tensor")
+            if region.begin % size:
+                raise FaultError(f"a tensor at {region.begin:#x} is read by {size} bytes")
+            at = left[inside]
+            parts.append((at, region.words(size), (addresses[at] - region.begin) // size))
+            left = left[~inside]
+        return parts
+
+    def load(self, addresses: Words, size: int) -> Words:
+        """Words of `size` bytes at addresses [n] (uint64)."""
+        out = np.empty(len(addresses), f"u{size}")
+        for which, words, places in self._parts(addresses, size):
+            out[which] = words[places.astype(np.int64)]
+        return out
+
+    def store(self, addresses: Words, values: Words) -> None:
+        for which, words, places in self._parts(addresses, values.dtype.itemsize):
+            words[places.astype(np.int64)] = values[which]
+
+    def bytes_at(self, begin: int, size: int) -> Words:
+        """`size` bytes from `begin` on."""
+        region = self._region(begin)
+        if begin + size > region.end:
+            raise FaultError(f"{size} bytes at {begin:#x}: beyond the end of a tensor")
+        return region.words(1)[begin - region.begin : begin - region.begin + size]
+
+
+class SharedMemory:
+    """That of every block: [blocks, size]. It begins as NaN in every type, and as addresses beyond its end."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size = size
+        data = np.full((blocks, -(-size // 16) * 16), 0xFF, np.uint8)
+        self.bytes = data
+        self._views = {n: data.view(f"u{n}") for n in (1, 2, 4, 8)}
+
+    def _check(self, addresses: Words, size: int) -> None:
+        if np.any(addresses % size) or np.any(addresses + size > self.size):
+            wrong = addresses[(addresses % size != 0) | (addresses + size > self.size)][0]
+            raise FaultError(f"{size} bytes at {int(wrong)} of {self.size} bytes of shared memory")
+
+    def load(self, blocks: Words, addresses: Words, size: int) -> Words:
+        addresses = addresses.astype(np.int64)
+        self._check(addresses, size)
+        return self._views[size][blocks, addresses // size]
+
+    def store(self, blocks: Words, addresses: Words, values: Words) -> None:
+        addresses, size = addresses.astype(np.int64), values.dtype.itemsize
+        self._check(addresses, size)
+        self._views[size][blocks, addresses // size] = values

@@ -43,6 +43,7 @@ def _load(machine: Machine, instruction: Instruction) -> Run:
 
 def _read(machine: Machine, space: str, idx: Words, addresses: Words, size: int) -> Words:
     if space == "global":
+        machine.check_read(idx, addresses, size)
         return machine.memory.load(addresses, size)
     if space == "param":
         places = (addresses - np.uint64(PARAMETERS_AT)).astype(np.int64)
@@ -67,6 +68,7 @@ def _store(machine: Machine, instruction: Instruction) -> Run:
         for i, read in enumerate(reads):
             values = np.broadcast_to(read(idx), len(idx)).view(f"u{size}")
             if space == "global":
+                machine.check_store(idx)
                 machine.memory.store(addresses + np.uint64(i * size), values)
             else:
                 machine.shared.store(machine.block[idx], addresses + np.uint64(i * size), values)
@@ -81,6 +83,7 @@ def _atomic(machine: Machine, instruction: Instruction) -> Run:
     read = machine.reader(instruction.operands[2], number)
 
     def run(idx: Words) -> None:
+        machine.check_store(idx)
         addresses, values = at(idx), np.broadcast_to(read(idx), len(idx))
         for i in range(len(idx)):
             one = addresses[i : i + 1]

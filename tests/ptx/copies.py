@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,22 +26,30 @@ class Barrier:
     pending: int
     bytes: int = 0
     phases: int = 0  # that have ended
+    waiting: list[Words] = field(default_factory=list)  # threads
+    waited: bool = False  # one that arrived, for the kernels before this one
 
-    def arrive(self, expected: int) -> None:
+    def arrive(self, expected: int, waited: bool) -> list[Words]:
+        """→ the threads that need wait no longer"""
+        self.waited |= waited
         self.bytes += expected
         self.pending -= 1
         if self.pending < 0:
             raise FaultError("more arrived at a barrier than it counts")
-        self._settle()
+        return self._settle()
 
-    def receive(self, size: int) -> None:
+    def receive(self, size: int) -> list[Words]:
+        """→ the threads that need wait no longer"""
         self.bytes -= size
-        self._settle()
+        return self._settle()
 
-    def _settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phases += 1
-            self.pending = self.count
+    def _settle(self) -> list[Words]:
+        if self.pending or self.bytes:
+            return []
+        self.phases += 1
+        self.pending = self.count
+        woken, self.waiting = self.waiting, []
+        return woken
 
 
 @dataclass(frozen=True)
@@ -103,24 +111,32 @@ def _arrive(machine: Machine, instruction: Instruction) -> Run:
 
     def arrive(idx: Words) -> None:
         for i, address, n in zip(idx, at(idx), np.broadcast_to(size(idx), len(idx))):
-            _barrier(machine, i, address).arrive(int(n))
+            machine.wake(_barrier(machine, i, address).arrive(int(n), machine.have_waited(i)))
 
     return arrive
 
 
 def _wait(machine: Machine, instruction: Instruction) -> Run:
-    """Moves the threads whose phase has ended; the others try again."""
+    """Moves the threads whose phase has ended; the others try again once one has."""
     write, at = machine.writer(instruction.operands[0]), machine.address(instruction.operands[1])
     parity = machine.reader(instruction.operands[2], np.uint32)
 
     def wait(idx: Words) -> bool:
-        wanted = np.broadcast_to(parity(idx), len(idx))
-        done = [_barrier(machine, i, a).phases % 2 != p for i, a, p in zip(idx, at(idx), wanted)]
-        ended = idx[done]
-        write(ended, np.ones(len(ended), bool))
-        machine.go_on(ended)
-        machine.hold(idx[~np.array(done)])
-        return len(ended) > 0
+        wanted, blocks = np.broadcast_to(parity(idx), len(idx)), machine.block[idx].astype(np.uint64)
+        kinds, which = np.unique(np.stack((blocks, at(idx), wanted)), axis=1, return_inverse=True)
+        ended = np.zeros(len(idx), bool)
+        for kind, (_, address, phase) in enumerate(kinds.T):
+            mine = which.reshape(-1) == kind
+            barrier = _barrier(machine, idx[mine][0], address)
+            if barrier.phases % 2 == phase:
+                barrier.waiting.append(idx[mine])
+                machine.sleep(idx[mine])
+                continue
+            ended |= mine
+            machine.follow(idx[mine], barrier.waited)
+        write(idx[ended], np.ones(ended.sum(), bool))
+        machine.go_on(idx[ended])
+        return bool(ended.any())
 
     return wait
 
@@ -151,7 +167,7 @@ def _send(machine: Machine, thread: int, to: int, read: Callable[[], Words], bar
         if at.max() + 16 > machine.shared.size:
             raise FaultError(f"a copy of {data.size} bytes to {to} of {machine.shared.size} bytes of shared memory")
         machine.shared.bytes[block, at[:, None] + np.arange(16)] = data.reshape(-1, 16)
-        _barrier(machine, thread, barrier).receive(data.size)
+        machine.wake(_barrier(machine, thread, barrier).receive(data.size))
 
     machine.copies.append(land)
 
@@ -166,6 +182,7 @@ def _tensor(machine: Machine, instruction: Instruction) -> Run:
         for i, address, which, r, c, barrier in zip(idx, to(idx), what(idx), *places, by(idx)):
             begin = int(which) - PARAMETERS_AT
             matrix = Matrix.read(machine.arguments[begin : begin + _MATRIX_BYTES])
+            machine.check_read(np.array([i]), np.array([matrix.address], np.uint64), matrix.size)
 
             def read(matrix: Matrix = matrix, r: int = int(r), c: int = int(c)) -> Words:
                 return matrix.box(machine.memory, r, c)
@@ -184,6 +201,7 @@ def _bulk(machine: Machine, instruction: Instruction) -> Run:
         for i, address, source, n, barrier in zip(idx, to(idx), what(idx), sizes, by(idx)):
             if source % 16 or n % 16:
                 raise FaultError(f"a copy of {n} bytes from {int(source):#x}: not by 16 bytes")
+            machine.check_read(np.array([i]), np.array([source], np.uint64), int(n))
 
             def read(source: int = int(source), n: int = int(n)) -> Words:
                 return machine.memory.bytes_at(source, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda import driver, nvrtc
 
 MULTIPROCESSORS = 3
+_UNASKED, _MOST_SHARED = 48 * 1024, 227 * 1024  # bytes of a block
 
 
 @functools.cache
@@ -64,8 +66,10 @@ class EmulatedKernel:
         cluster: tuple[int, int, int] | None = None,
         overlap: bool = False,
     ) -> None:
-        if shared_bytes > max(self.shared_limit, 48 * 1024):
-            raise FaultError(f"{self.name}: {shared_bytes} bytes of shared memory were not asked for")
+        if shared_bytes > max(self.shared_limit, _UNASKED) or shared_bytes + self.program.shared_bytes > _MOST_SHARED:
+            raise FaultError(f"{self.name}: {shared_bytes} bytes of shared memory, {self.shared_limit} asked for")
+        if threads > self.program.threads:
+            raise FaultError(f"{self.name}: {threads} threads, compiled for {self.program.threads}")
         memory = GlobalMemory()
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -85,9 +89,10 @@ class EmulatedKernel:
             dynamic=shared_bytes,
             cluster=cluster or (1, 1, 1),
             variables={name: array.ctypes.data for name, array in self.variables.items()},
+            early=self.device.early if overlap else None,
             seed=self.device.seed,
         ).run()
-        self.device.launches.append(self.name)
+        self.device.recent.append((memory.stored(), args))
 
     def _laid_out(self, args: Sequence[driver.Argument]) -> bytes:
         """What the driver makes of the pointers that a launch hands it."""
@@ -105,8 +110,13 @@ class Device:
 
     def __init__(self) -> None:
         self.seed: int | None = None
-        self.launches: list[str] = []
+        # What launches may find unfinished when they overlap: what was stored, and the tensors, so that they stay
+        self.recent: deque[tuple[list[tuple[int, Any]], Any]] = deque(maxlen=2)
         self._kernels: dict[Any, EmulatedKernel] = {}
+
+    @property
+    def early(self) -> list[tuple[int, Any]]:
+        return [part for stored, _ in self.recent for part in stored]
 
     def load(
         self,
@@ -117,7 +127,7 @@ class Device:
         shared_limit: int,
         little_l1: bool,
     ) -> EmulatedKernel:
-        key = file, macros
+        key = file, macros, shared_limit
         if key not in self._kernels:
             program = parse(compile_ptx(driver.source(file), macros))
             assert program.name == entry
@@ -176,6 +186,7 @@ def emulated() -> Iterator[Device]:
     """
     nvrtc.library()
     DEVICE.seed = None
+    DEVICE.recent.clear()
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=9, minor=0)
     answers: dict[str, Any] = {
         "torch.cuda.is_available": True,

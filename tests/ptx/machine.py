@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,8 @@ from ptx.program import PARAMETERS_AT, WARP, Instruction, Program
 from ptx.warps import TOGETHER
 
 _READY, _WAITING, _ENDED = range(3)
-# Kernels run one after another, memory is visible at once, and caches are not there.
-_WITHOUT_EFFECT = ("griddepcontrol", "fence", "prefetch", "membar")
+# Memory is visible at once, and caches are not there.
+_WITHOUT_EFFECT = ("griddepcontrol.launch_dependents", "fence", "prefetch", "membar")
 _MOST_YIELDS = 10_000  # of threads that look at memory again and again, while nothing else happens
 # In a run with a seed, the chance that
 _LANDS = 0.1  # a copy lands after a turn,
@@ -38,6 +38,7 @@ class Meeting:
 
     arrived: int = 0
     waiting: list[Words] = field(default_factory=list)
+    waited: bool = False  # one of those for the kernels before this one
 
 
 class Machine:
@@ -51,6 +52,8 @@ class Machine:
         dynamic: bytes of shared memory beside what the program asks for.
         cluster: blocks of a cluster (x, y, z).
         variables: addresses of the program's own global memory.
+        early: which bytes kernels before this one may still write when it begins, by where they begin; until a thread
+            has waited for those kernels it may not read them, nor store anything. None: it begins after them.
         seed: of an order other than the usual one.
     """
 
@@ -65,6 +68,7 @@ class Machine:
         dynamic: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
         variables: dict[str, int] | None = None,
+        early: Sequence[tuple[int, Words]] | None = None,
         seed: int | None = None,
     ) -> None:
         assert threads % WARP == 0
@@ -77,6 +81,8 @@ class Machine:
         self.copies: list[Callable[[], None]] = []  # under way
         self.products: dict[int, list[list[Callable[[], None]]]] = defaultdict(lambda: [[]])  # by warp and group
         self._variables = variables or {}
+        self._early = early or ()
+        self._waited = np.full(self.count, early is None)  # for the kernels before this one
         self._rng = None if seed is None else np.random.default_rng(seed)
         self._registers: dict[str, Words] = {}
         self._pc = np.zeros(self.count, np.int64)
@@ -247,6 +253,14 @@ class Machine:
         """Let threads try again once others have gone on."""
         self._held[idx] = True
 
+    def sleep(self, idx: Words) -> None:
+        """Until they are woken."""
+        self._state[idx] = _WAITING
+
+    def wake(self, threads: list[Words]) -> None:
+        for idx in threads:
+            self._state[idx] = _READY
+
     def _compile(self, instruction: Instruction) -> tuple[Run, bool]:
         """(what runs it for threads idx, whether it moves them itself: then it returns whether any went on)."""
         op = instruction.op
@@ -260,8 +274,10 @@ class Machine:
             run = make_barrier(self, instruction)
             if ".try_wait" in op:
                 return run, True
-        elif kind in _WITHOUT_EFFECT:
+        elif op.startswith(_WITHOUT_EFFECT):
             return lambda idx: None, False
+        elif op == "griddepcontrol.wait":
+            run = self._wait_for_kernels
         elif kind in _MAKES:
             run = _MAKES[kind](self, instruction)
         else:
@@ -293,6 +309,33 @@ class Machine:
             return False
 
         return look
+
+    def _wait_for_kernels(self, idx: Words) -> None:
+        self._waited[idx] = True
+
+    def have_waited(self, idx: Words) -> bool:
+        """Whether any of threads idx has waited for the kernels before this one."""
+        return bool(self._waited[idx].any())
+
+    def follow(self, idx: Words, waited: bool) -> None:
+        """Who passes a barrier comes after all that its other threads did before it."""
+        self._waited[idx] |= waited
+
+    def check_read(self, idx: Words, addresses: Words, size: int) -> None:
+        """Raises FaultError where threads idx read from global memory too early."""
+        hasty = ~self._waited[idx]
+        if not hasty.any():
+            return
+        for begin, stored in self._early:
+            at = (addresses[hasty] - np.uint64(begin)).astype(np.int64)
+            at = at[(at >= 0) & (at < len(stored))]
+            if any(stored[i : i + size].any() for i in at.tolist()):
+                raise FaultError("memory is read before the kernel that writes it was waited for")
+
+    def check_store(self, idx: Words) -> None:
+        """Raises FaultError where threads idx store to global memory too early."""
+        if not self._waited[idx].all():
+            raise FaultError("memory is written before the kernels that may read it were waited for")
 
     # ---- control -----------------------------------------------------------------------------------------------------
 
@@ -333,18 +376,20 @@ class Machine:
 
     def _meet(self, meeting: Meeting, idx: Words, wanted: int, waits: bool) -> None:
         meeting.arrived += len(idx)
+        meeting.waited |= self.have_waited(idx)
         if meeting.arrived > wanted:
             raise FaultError(f"{meeting.arrived} threads at a barrier of {wanted}")
         if waits:
             meeting.waiting.append(idx)
-            self._state[idx] = _WAITING
+            self.sleep(idx)
         else:
             self.go_on(idx)
         if meeting.arrived == wanted:
             for threads in meeting.waiting:
-                self._state[threads] = _READY
                 self.go_on(threads)
-            meeting.arrived, meeting.waiting = 0, []
+                self.follow(threads, meeting.waited)
+            self.wake(meeting.waiting)
+            meeting.arrived, meeting.waiting, meeting.waited = 0, [], False
 
     def _cluster_barrier(self, instruction: Instruction) -> Run:
         def arrive(idx: Words) -> None:
@@ -354,6 +399,8 @@ class Machine:
             cluster = self.cluster_of[self.block]
             late = {int(c): self._arrivals[cluster == c].min() for c in np.unique(cluster[idx])}
             met = np.array([late[int(c)] for c in cluster[idx]]) >= self._arrivals[idx]
+            for c in np.unique(cluster[idx[met]]):
+                self.follow(idx[met & (cluster[idx] == c)], self.have_waited(np.flatnonzero(cluster == c)))
             self.go_on(idx[met])
             self.hold(idx[~met])
             return bool(met.any())

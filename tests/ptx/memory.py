@@ -26,6 +26,7 @@ class Region:
 
     def __init__(self, begin: int, data: Words) -> None:
         self.begin, self.end = begin, begin + data.nbytes
+        self.stored = np.zeros(data.nbytes, bool)  # which bytes this kernel has stored
         self._views = {n: data[: data.nbytes // n * n].view(f"u{n}") for n in (1, 2, 4, 8)}
 
     def words(self, size: int) -> Words:
@@ -55,10 +56,14 @@ class GlobalMemory:
             raise FaultError(f"no memory at {address:#x}")
         return self._regions[self._begins[at]]
 
-    def _parts(self, addresses: Words, size: int) -> list[tuple[Any, Words, Words]]:
-        """(which addresses, words of their region, places there) for each region."""
+    def stored(self) -> list[tuple[int, Words]]:
+        """(where it begins, which bytes were stored) for each region in which any was."""
+        return [(begin, region.stored) for begin, region in self._regions.items() if region.stored.any()]
+
+    def _parts(self, addresses: Words, size: int) -> list[tuple[Any, Region, Words]]:
+        """(which addresses, their region, words before them there) for each region."""
         check_alignment(addresses, size)
-        parts: list[tuple[Any, Words, Words]] = []
+        parts: list[tuple[Any, Region, Words]] = []
         left = np.arange(len(addresses))
         while len(left):
             region = self._region(int(addresses[left[0]]))
@@ -68,20 +73,22 @@ class GlobalMemory:
             if region.begin % size:
                 raise FaultError(f"a tensor at {region.begin:#x} is read by {size} bytes")
             at = left[inside]
-            parts.append((at, region.words(size), (addresses[at] - region.begin) // size))
+            parts.append((at, region, ((addresses[at] - region.begin) // size).astype(np.int64)))
             left = left[~inside]
         return parts
 
     def load(self, addresses: Words, size: int) -> Words:
         """Words of `size` bytes at addresses [n] (uint64)."""
         out = np.empty(len(addresses), f"u{size}")
-        for which, words, places in self._parts(addresses, size):
-            out[which] = words[places.astype(np.int64)]
+        for which, region, places in self._parts(addresses, size):
+            out[which] = region.words(size)[places]
         return out
 
     def store(self, addresses: Words, values: Words) -> None:
-        for which, words, places in self._parts(addresses, values.dtype.itemsize):
-            words[places.astype(np.int64)] = values[which]
+        size = values.dtype.itemsize
+        for which, region, places in self._parts(addresses, size):
+            region.words(size)[places] = values[which]
+            region.stored[places[:, None] * size + np.arange(size)] = True
 
     def bytes_at(self, begin: int, size: int) -> Words:
         """`size` bytes from `begin` on."""

@@ -45,6 +45,7 @@ class Program:
     variables: dict[str, int] = field(default_factory=dict)  # of global memory: their sizes; all zeros
     dynamic: str | None = None  # the name of dynamic shared memory, which begins at `shared_bytes`
     shared_bytes: int = 0
+    threads: int = 1024  # of a block, at most
 
 
 def split(operands: str) -> tuple[str, ...]:
@@ -71,6 +72,8 @@ def parse(text: str) -> Program:
     parameters, _, rest = rest.partition(")")
     body = rest[rest.index("{") + 1 : rest.rindex("}")]
     program = Program(name.strip())
+    if most := re.search(r"\.maxntid (\d+)", rest.partition("{")[0]):
+        program.threads = int(most[1])
     at = 0
     for align, bits, parameter, count in _PARAMETER.findall(parameters):
         size = SIZES[bits] * int(count or 1)

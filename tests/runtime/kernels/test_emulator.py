@@ -17,8 +17,8 @@ THREADS = 64
 EXACT = np.arange(THREADS, dtype=np.float32) + 1
 
 
-def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0) -> np.ndarray:
-    """What 64 threads leave in y, of the size of x, by `body`."""
+def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0, overlap: bool = False) -> np.ndarray:
+    """What 64 threads leave in y, of the size of x, by `body`; `overlap`: a kernel before it may still write x[0]."""
     text = f'extern "C" __global__ void kernel(const float* x, float* y) {{ const int i = threadIdx.x; {body} }}'
     try:
         program = parse(compile_ptx(text))
@@ -28,7 +28,9 @@ def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0) 
     for array in (x, y):
         memory.add(array.ctypes.data, array.nbytes)
     arguments = np.array([x.ctypes.data, y.ctypes.data], np.uint64).tobytes()
-    Machine(program, memory, arguments, grid=(1, 1, 1), threads=THREADS, dynamic=dynamic, seed=seed).run()
+    early = [(x.ctypes.data, np.arange(x.nbytes) < 4)] if overlap else None
+    shape = {"grid": (1, 1, 1), "threads": THREADS, "dynamic": dynamic}
+    Machine(program, memory, arguments, early=early, seed=seed, **shape).run()
     return y
 
 
@@ -71,7 +73,10 @@ def test_rounding_of_packed_halves_is_torchs() -> None:
             "left wait",
         ),
         ('asm volatile("bar.arrive 1, 32;"); y[i] = 0;', None),
-        ('asm volatile("bar.sync 1, 96;"); y[i] = 0;', "all 64 threads that are left wait"),
+        (
+            'asm volatile("bar.sync 1, 96;"); y[i] = 0;',
+            r"all 64 threads that are left wait:\n  bar.sync 1, 96: blocks \[0\], warps \[0 1\]",
+        ),
     ],
 )
 def test_faults(body: str, reason: str | None) -> None:
@@ -114,6 +119,27 @@ def test_a_copy_has_landed_once_it_was_waited_for_and_not_before() -> None:
     assert np.all(np.isnan(run(COPY + "y[i] = s[i];" + WAIT, EXACT.copy(), dynamic=256)))
     with pytest.raises(FaultError, match="before its copies had landed"):
         run(COPY + "y[i] = s[i];", EXACT.copy(), dynamic=256)
+
+
+AWAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (f"const float v = x[i]; {AWAIT} y[i] = v;", "is read before"),
+        (f"const float v = i ? ((volatile const float*)x)[i] : 1; {AWAIT} y[i] = v;", None),
+        (f"y[i] = 1; {AWAIT}", "is written before"),
+        (f"if (i < 32) {{ {AWAIT} }} y[i] = x[i];", "is written before"),
+        (f"if (i < 32) {{ {AWAIT} }} __syncthreads(); y[i] = x[i];", None),  # the others come after it, by the barrier
+    ],
+)
+def test_what_kernels_before_may_still_write_is_left_alone(body: str, reason: str | None) -> None:
+    if reason is None:
+        assert np.array_equal(run(body, EXACT.copy(), overlap=True), EXACT)
+        return
+    with pytest.raises(FaultError, match=reason):
+        run(body, EXACT.copy(), overlap=True)
 
 
 def test_threads_that_parted_meet_again() -> None:

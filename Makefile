@@ -26,8 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py --out $(DEMO_OUT)
 
+# files go to two processes, each with one thread: all that two cores can do
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 $(VENV)/.installed-dev: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev]'

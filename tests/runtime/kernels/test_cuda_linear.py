@@ -432,6 +432,39 @@ def test_products_are_captured_and_replayed() -> None:
 
 
 @pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", ["w4g128", "w8", "w4g128a8", "w8a8"])
+def test_replays_leave_the_same_bits(name: str) -> None:
+    """Beside cuBLAS, launch behind launch: a sum does not depend on which block or copy comes first."""
+    (kernel,) = kernels()
+    rows, cols = 6144, 4096
+    weight = make_weight(rows, cols, QuantScheme.parse(name))
+    spec = LinearSpec(rows, cols, weight.scheme, dtype=torch.float16)
+    packed = kernel.pack(weight, spec, device())
+    dense = torch.randn(cols, rows, dtype=torch.float16, device=device())
+    for tokens in (1, 8, 20, 64, 100, 136, 192, 256):
+        x = activations(tokens, cols, torch.float16)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            want = kernel.apply(x, packed, spec)
+            x @ dense
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = []
+            for _ in range(10):
+                found.append(kernel.apply(x, packed, spec))
+                x @ dense
+                found.append(kernel.apply(x, packed, spec))
+        for _ in range(30):
+            for y in found:
+                y.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(torch.equal(y, want) for y in found), (name, tokens, SEED)
+
+
+@pytest.mark.gpu
 def test_a_chain_of_overlapping_launches_reads_finished_inputs() -> None:
     """Kernels start before the one ahead has finished (programmatic dependent launch): values must not show it."""
     weight = make_weight(512, 512, QuantScheme(4, 128))

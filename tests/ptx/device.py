@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,27 +22,9 @@ from ptx.program import Program, parse
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda import driver, nvrtc
 
+ARCH = "compute_90a"
 MULTIPROCESSORS = 3
 _UNASKED, _MOST_SHARED = 48 * 1024, 227 * 1024  # bytes of a block
-
-
-@functools.cache
-def compile_ptx(source: str, macros: tuple[tuple[str, int], ...] = ()) -> str:
-    """The PTX of CUDA C++ for Hopper. Raises QtoolError with the compiler's log."""
-    lib, program = nvrtc.library(), ctypes.c_void_p()
-    lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    try:
-        args = [o.encode() for o in nvrtc.options("compute_90a", dict(macros))]
-        failed = lib.nvrtcCompileProgram(program, len(args), (ctypes.c_char_p * len(args))(*args))
-        what, size = "ProgramLog" if failed else "PTX", ctypes.c_size_t()
-        getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-        text = ctypes.create_string_buffer(size.value)
-        getattr(lib, f"nvrtcGet{what}")(program, text)
-        if failed:
-            raise QtoolError(text.value.decode())
-        return text.value.decode()
-    finally:
-        lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 @dataclass(eq=False)
@@ -129,7 +110,7 @@ class Device:
     ) -> EmulatedKernel:
         key = file, macros, shared_limit
         if key not in self._kernels:
-            program = parse(compile_ptx(driver.source(file), macros))
+            program = parse(nvrtc.compile_ptx(driver.source(file), ARCH, dict(macros), name=entry))
             assert program.name == entry
             variables = {name: np.zeros(size // 8 + 1, np.uint64) for name, size in program.variables.items()}
             self._kernels[key] = EmulatedKernel(entry, program, shared_limit, self, variables)

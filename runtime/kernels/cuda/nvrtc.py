@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
+from typing import Literal
 
 from qtool.quant.errors import QtoolError
 
@@ -83,8 +84,8 @@ def cache_folder() -> Path:
     return (Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "qtool") / "cubin"
 
 
-def _run_nvrtc(source: str, command: list[str], name: str) -> bytes:
-    """The cubin of `source`. Raises QtoolError with the compiler's log."""
+def _run_nvrtc(source: str, command: list[str], name: str, result: Literal["CUBIN", "PTX"] = "CUBIN") -> bytes:
+    """What NVRTC makes of `source`. Raises QtoolError with the compiler's log."""
     lib = library()
     program = ctypes.c_void_p()
     if lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None):
@@ -100,9 +101,9 @@ def _run_nvrtc(source: str, command: list[str], name: str) -> bytes:
             text = log.value.decode(errors="replace").strip()
             how = f"NVRTC {library_version()} {' '.join(command)}"
             raise QtoolError(f"kernel {name} does not compile with {how}:\n{text}")
-        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        getattr(lib, f"nvrtcGet{result}Size")(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
-        lib.nvrtcGetCUBIN(program, image)
+        getattr(lib, f"nvrtcGet{result}")(program, image)
         return image.raw
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
@@ -122,6 +123,11 @@ def _store(path: Path, image: bytes) -> None:
             raise
     except OSError:
         return
+
+
+def compile_ptx(source: str, arch: str, macros: Macros, *, name: str) -> str:
+    """The PTX of CUDA C++ `source` for a virtual `arch` like `compute_90a`; else, and for errors, as compile_cuda."""
+    return _run_nvrtc(source, options(arch, macros), name, "PTX").rstrip(b"\0").decode()
 
 
 def compile_cuda(source: str, arch: str, macros: Macros, *, name: str) -> bytes:

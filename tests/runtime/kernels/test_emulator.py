@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx.device import compile_ptx
+from ptx.device import ARCH
 from ptx.machine import Machine
 from ptx.memory import FaultError, GlobalMemory
 from ptx.numbers import bf16_bits
 from ptx.program import parse
 
 from qtool.quant.errors import QtoolError
+from qtool.runtime.kernels.cuda import nvrtc
 
 THREADS = 64
 EXACT = np.arange(THREADS, dtype=np.float32) + 1
@@ -21,7 +22,7 @@ def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0, 
     """What 64 threads leave in y, of the size of x, by `body`; `overlap`: a kernel before it may still write x[0]."""
     text = f'extern "C" __global__ void kernel(const float* x, float* y) {{ const int i = threadIdx.x; {body} }}'
     try:
-        program = parse(compile_ptx(text))
+        program = parse(nvrtc.compile_ptx(text, ARCH, {}, name="kernel"))
     except QtoolError as error:
         pytest.skip(str(error))
     y, memory = np.full_like(x, np.nan), GlobalMemory()

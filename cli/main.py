@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 
@@ -58,31 +59,41 @@ def run(args: list[str] | None = None) -> int:
         result = build_app()(args=args, standalone_mode=False)
         if result == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt
             raise KeyboardInterrupt
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted(args)
     except typer.Exit as stop:
         return stop.exit_code
-    except TyperException as error:
-        if not (message := error.format_message()):
-            return 0  # `qtool` alone: the help was printed
-        typer.echo(f"error: {message} (see `qtool --help`, `qtool VERB --help`)", err=True)
-        return EXIT_ERROR
-    except QtoolError as error:
-        typer.echo(f"error: {error}", err=True)
-        return EXIT_ERROR
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted: nothing half-written was left behind", err=True)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # the reader of our output went away (`qtool inspect | head`): not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except Exception as error:
+        # C code may have made it of the interrupt
+        return _interrupted(args) if signals.received() is not None else _refused(error)
+    return result if isinstance(result, int) else 0
+
+
+def _interrupted(args: list[str] | None) -> int:
+    serves = (sys.argv[1:] if args is None else args)[:1] == ["serve"]
+    if serves and signals.received() == signal.SIGTERM:
+        return 0  # whoever looks after a server wanted its end, and got it
+    typer.echo("interrupted: nothing half-written was left behind", err=True)
+    return EXIT_INTERRUPTED
+
+
+def _refused(error: Exception) -> int:
+    if isinstance(error, TyperException):
+        if not (message := error.format_message()):
+            return 0  # `qtool` alone: the help was printed
+        typer.echo(f"error: {message} (see `qtool --help`, `qtool VERB --help`)", err=True)
+    elif isinstance(error, QtoolError):
+        typer.echo(f"error: {error}", err=True)
+    elif isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         typer.echo(f"error: {where}{error.strerror or error}", err=True)
-        return EXIT_ERROR
-    except Exception:  # a fault of ours: Python's own status for it, 1, would say that the gate FAILs
-        traceback.print_exc()
-        return EXIT_ERROR
-    return result if isinstance(result, int) else 0
+    else:  # a fault of ours: Python's own status for it, 1, would say that the gate FAILs
+        traceback.print_exception(error)
+    return EXIT_ERROR
 
 
 def main() -> None:
@@ -90,4 +101,9 @@ def main() -> None:
     # nothing where the machine is idle. libgomp reads it when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     signals.obey()
-    sys.exit(run())
+    try:
+        status = run()
+    except KeyboardInterrupt:  # one more, while the first was told of
+        status = EXIT_INTERRUPTED
+    signals.ignore()
+    sys.exit(status)

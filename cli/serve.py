@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qtool.cli import signals
 from qtool.cli.common import Device, Model, Quiet, Reporter
 from qtool.cli.engine_options import (
     BlockSize,
@@ -126,7 +127,6 @@ def command(
         scheduling_policy=scheduling_policy,
         deterministic=deterministic,
     )
-    signal.signal(signal.SIGTERM, _leave)
     from qtool.runtime.server.launch import bind, run, url_of
 
     listener = bind(host, port)
@@ -158,11 +158,6 @@ def command(
     reporter.say("stopped")
 
 
-def _leave(number: int, frame: object) -> None:
-    """SIGTERM before the server listens: whoever looks after it wanted its end, and got it."""
-    raise SystemExit(0)
-
-
 def _engine_inside(
     model: str, arguments: Mapping[str, Any], step_timeout_s: float
 ) -> tuple[EngineClient, MemoryBudget]:
@@ -173,6 +168,7 @@ def _engine_inside(
 
     engine = LLMEngine(model, **arguments)
     warm_up(engine)
+    signals.check()
     return AsyncEngine(engine, step_timeout_s), engine.memory
 
 
@@ -185,6 +181,7 @@ def _engine_outside(
     from qtool.runtime.server.engine_process import EngineProcess
 
     folder = resolve_model(model)
+    signals.check()
     spec = EngineSpec(model, arguments, logging.getLogger("qtool").getEffectiveLevel(), start_timeout_s)
     process = EngineProcess(spec)
     try:
@@ -192,7 +189,9 @@ def _engine_outside(
         from qtool.runtime.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(folder)
+        signals.check()
         ready = process.wait_ready()
+        signals.check()
     except BaseException:
         process.close()
         raise

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as exceptions that reach the command, wherever they arrive."""
+"""SIGINT and SIGTERM as a KeyboardInterrupt that reaches the command, wherever they arrive."""
 
 from __future__ import annotations
 
@@ -11,38 +11,57 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 AGAIN_S = 0.01
-SIGNAL_OF: dict[type[BaseException], signal.Signals] = {
-    KeyboardInterrupt: signal.SIGINT,
-    SystemExit: signal.SIGTERM,  # a verb whose end by SIGTERM is no failure raises it
-}
+_first: int | None = None
 
 
 def obey() -> None:
-    """SIGTERM cleans up as Ctrl-C does; and neither is lost in a finalizer.
+    """SIGTERM cleans up as Ctrl-C does; and neither is lost.
 
-    A handler runs between any two bytecodes of the main thread. Those may be of a finalizer or of a weak reference's
-    callback (each import ends with one), whose exceptions Python reports and drops. So such a signal is raised again,
-    by a timer, as soon as the finalizer is through.
+    A handler runs between any two bytecodes of the main thread, and what it raises may be dropped there: in a finalizer
+    or a weak reference's callback (each import ends with one) Python reports it and goes on, so the signal is raised
+    again, by a timer, as soon as that is through. C code that imports a module may clear it, or make another error of
+    it: for that the signal is remembered, see `received` and `check`. A SIGINT that this process was started to ignore,
+    as in the background of a script, stays ignored.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    dropped = signal.SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    signal.signal(signal.SIGALRM, _raise_again)
     report = sys.unraisablehook
 
-    def raise_again(number: int, frame: FrameType | None) -> None:
-        signal.raise_signal(dropped)
-
     def look(unraisable: UnraisableHookArgs) -> None:
-        nonlocal dropped
-        number = SIGNAL_OF.get(unraisable.exc_type)
-        if number is None:
-            report(unraisable)
-        else:
-            dropped = number
+        if _first is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        else:
+            report(unraisable)
 
-    signal.signal(signal.SIGALRM, raise_again)
     sys.unraisablehook = look
 
 
+def received() -> int | None:
+    """The first signal that asked this command to end."""
+    return _first
+
+
+def check() -> None:
+    """Raises KeyboardInterrupt where a signal has asked for the end."""
+    if _first is not None:
+        raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """Let nothing disturb what is left to be cleaned up."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _first
+    _first = _first or number
     raise KeyboardInterrupt
+
+
+def _raise_again(number: int, frame: FrameType | None) -> None:
+    if _first is not None:
+        signal.raise_signal(_first)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
 import zmq
@@ -53,26 +54,26 @@ class EngineProcess:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._folder = tempfile.mkdtemp(prefix="qtool-")  # for this user alone
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            if len(report_address(self._folder).encode()) > LONGEST_ADDRESS:
-                raise QtoolError(f"{self._folder}: too long a path for sockets; set TMPDIR to a shorter one")
-            self._commands = self._bind(zmq.PUSH, command_address(self._folder))
-            self.reports = self._bind(zmq.PULL, report_address(self._folder))
-            process = multiprocessing.get_context("spawn").Process(
-                target=run_engine_process, args=(spec, self._folder), name="qtool-engine"
-            )
-            with _signals_held():
-                process.start()
-        except BaseException:
-            self._let_go()
-            raise
-        self._process = process
-        self._start_timeout_s = spec.start_timeout_s
-        self._stage = Starting("starting its process", 0, 1)
-        self._last_words: str | None = None
-        atexit.register(self.close)
+        resource_tracker.ensure_running()  # it would let signals through again when a process is born
+        with _signals_held():
+            self._folder = tempfile.mkdtemp(prefix="qtool-")  # for this user alone
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            try:
+                if len(report_address(self._folder).encode()) > LONGEST_ADDRESS:
+                    raise QtoolError(f"{self._folder}: too long a path for sockets; set TMPDIR to a shorter one")
+                self._commands = self._bind(zmq.PUSH, command_address(self._folder))
+                self.reports = self._bind(zmq.PULL, report_address(self._folder))
+                self._process = multiprocessing.get_context("spawn").Process(
+                    target=run_engine_process, args=(spec, self._folder), name="qtool-engine"
+                )
+                self._process.start()
+            except BaseException:
+                self._let_go()
+                raise
+            self._start_timeout_s = spec.start_timeout_s
+            self._stage = Starting("starting its process", 0, 1)
+            self._last_words: str | None = None
+            atexit.register(self.close)
 
     def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -178,10 +179,11 @@ class EngineProcess:
 
     def close(self) -> None:
         """Kill the process where it still runs, and leave nothing behind."""
-        atexit.unregister(self.close)
-        self._process.kill()
-        self._process.join()
-        self._let_go()
+        with _signals_held():
+            self._process.kill()
+            self._process.join()
+            self._let_go()
+            atexit.unregister(self.close)
 
     def kill(self) -> None:
         """Kill the process; whoever waits for it notices. May be called from any thread."""
@@ -199,9 +201,14 @@ def _in_words(stage: Starting) -> str:
 @contextmanager
 def _signals_held() -> Iterator[None]:
     """A process born here hears no Ctrl-C before it has said that it ignores them; and none ends this process while the
-    other is half born: what its other threads catch meanwhile is raised again afterwards."""
+    other is half born or half gone: what its other threads catch meanwhile is raised again afterwards."""
     caught: list[int] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    except BaseException:  # by one that came before
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # the only one that may set them, and that runs them
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

@@ -20,9 +20,11 @@ pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.slow  # each run imports torch twice
 
 
-def start(folder: Path, temporary: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, temporary: Path, *options: str, before: str = "") -> subprocess.Popen[str]:
+    """`before`: Python that the process runs before the command."""
     command = [
-        sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c", "from qtool.cli.main import main; main()",
+        sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c",
+        before + "\nfrom qtool.cli.main import main; main()",
         "serve", str(folder), "--port", "0", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "16MiB",
         *options,
     ]  # fmt: skip
@@ -79,6 +81,58 @@ def test_a_signal_ends_the_server(
         assert process.returncode == status, err
         assert "Traceback" not in err
         assert not engine.is_running()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "signals"),
+    [
+        ("multiprocessing.context", "SpawnProcess._Popen", 1),  # the engine's process is half born
+        ("tempfile", "mkdtemp", 1),
+        ("qtool.runtime.server.engine_process", "EngineProcess._let_go", 2),  # and half gone, by a second signal
+    ],
+)
+def test_a_signal_that_comes_at_a_bad_moment(
+    tiny_model: Any, tmp_path: Path, module: str, name: str, signals: int
+) -> None:
+    before = f"""
+import os, tempfile
+import {module} as module
+
+def interrupt():
+    os.kill(os.getpid(), {signal.SIGTERM})
+    for _ in range(1000):
+        pass
+
+def first(name):
+    owner = module
+    *path, name = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    real = owner.__dict__[name]
+    call = getattr(real, "__func__", real)
+    def wrapped(*args, **options):
+        found = call(*args, **options)
+        interrupt()
+        return found
+    setattr(owner, name, staticmethod(wrapped) if isinstance(real, staticmethod) else wrapped)
+
+first({name!r})
+if {signals} == 2:
+    from qtool.runtime.server.engine_process import EngineProcess
+    EngineProcess.wait_ready = lambda self: interrupt()
+"""
+    process = start(tiny_model(), tmp_path, before=before)
+    with ended_at_last(process):
+        children: set[psutil.Process] = set()
+        while process.poll() is None:
+            children |= set(psutil.Process(process.pid).children())
+            time.sleep(0.01)
+        err = process.stderr.read() if process.stderr else ""
+        assert process.returncode == 0, err
+        assert "Traceback" not in err
+        _, alive = psutil.wait_procs(children, timeout=20)  # multiprocessing's own ends once it sees that we have
+        assert not alive
         assert not list(tmp_path.iterdir())
 
 

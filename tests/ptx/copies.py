@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ptx.machine import Machine
 
 _MATRIX_BYTES = 128  # of a description
+_MARK = np.uint64(0x5AFEBA221E55ED00)  # where a barrier lies
 
 
 @dataclass
@@ -69,6 +70,11 @@ class Matrix:
         """In bytes."""
         return self.rows * self.columns * self.bytes_each
 
+    @property
+    def box_size(self) -> int:
+        """In bytes."""
+        return self.box_rows * self.box_columns * self.bytes_each
+
     def written(self) -> bytes:
         sizes = self.rows, self.columns, self.box_rows, self.box_columns, self.bytes_each
         return np.array((self.address, *sizes, self.swizzle), np.uint64).tobytes().ljust(_MATRIX_BYTES, b"\0")
@@ -99,6 +105,7 @@ def _init(machine: Machine, instruction: Instruction) -> Run:
     at, count = machine.address(instruction.operands[0]), machine.reader(instruction.operands[1], np.uint32)
 
     def init(idx: Words) -> None:
+        machine.shared.store(machine.block[idx], at(idx), np.full(len(idx), _MARK))
         for i, address, n in zip(idx, at(idx), np.broadcast_to(count(idx), len(idx))):
             machine.barriers[int(machine.block[i]), int(address)] = Barrier(int(n), int(n))
 
@@ -117,26 +124,33 @@ def _arrive(machine: Machine, instruction: Instruction) -> Run:
 
 
 def _wait(machine: Machine, instruction: Instruction) -> Run:
-    """Moves the threads whose phase has ended; the others try again once one has."""
+    """Moves the threads whose phase has ended; the others once too, in vain, and then once it has."""
     write, at = machine.writer(instruction.operands[0]), machine.address(instruction.operands[1])
     parity = machine.reader(instruction.operands[2], np.uint32)
+    tried = np.zeros(machine.count, bool)
 
     def wait(idx: Words) -> bool:
         wanted, blocks = np.broadcast_to(parity(idx), len(idx)), machine.block[idx].astype(np.uint64)
         kinds, which = np.unique(np.stack((blocks, at(idx), wanted)), axis=1, return_inverse=True)
-        ended = np.zeros(len(idx), bool)
+        moved = False
         for kind, (_, address, phase) in enumerate(kinds.T):
-            mine = which.reshape(-1) == kind
-            barrier = _barrier(machine, idx[mine][0], address)
-            if barrier.phases % 2 == phase:
-                barrier.waiting.append(idx[mine])
-                machine.sleep(idx[mine])
-                continue
-            ended |= mine
-            machine.follow(idx[mine], barrier.waited)
-        write(idx[ended], np.ones(ended.sum(), bool))
-        machine.go_on(idx[ended])
-        return bool(ended.any())
+            mine = idx[which.reshape(-1) == kind]
+            barrier = _barrier(machine, mine[0], address)
+            if phase > 1:
+                raise FaultError(f"a wait for a phase of parity {phase}")
+            ended = barrier.phases % 2 != phase
+            if ended:
+                machine.follow(mine, barrier.waited)
+            else:
+                again = mine[tried[mine]]
+                barrier.waiting.append(again)
+                machine.sleep(again)
+                mine = mine[~tried[mine]]
+            tried[mine] = not ended
+            write(mine, np.full(len(mine), ended))
+            machine.go_on(mine)
+            moved |= len(mine) > 0
+        return moved
 
     return wait
 
@@ -145,6 +159,8 @@ def _barrier(machine: Machine, thread: int, address: int) -> Barrier:
     found = machine.barriers.get((int(machine.block[thread]), int(address)))
     if found is None:
         raise FaultError(f"no barrier at {int(address)} of shared memory")
+    if machine.shared.load(machine.block[[thread]], np.array([address]), 8)[0] != _MARK:
+        raise FaultError(f"the barrier at {int(address)} of shared memory was overwritten")
     return found
 
 
@@ -153,21 +169,18 @@ def make_barrier(machine: Machine, instruction: Instruction) -> Run:
     return {"init": _init, "arrive": _arrive, "try_wait": _wait}[way](machine, instruction)
 
 
-def _send(machine: Machine, thread: int, to: int, read: Callable[[], Words], barrier: int, swizzle: bool) -> None:
-    """A copy by `thread`, which lands when the machine says so."""
+def _send(
+    machine: Machine, thread: int, to: int, read: Callable[[], Words], size: int, barrier: int, swizzle: bool
+) -> None:
+    """A copy of `size` bytes by `thread`, which lands when the machine says so."""
     if to % 128:
         raise FaultError(f"a copy to {to} of shared memory, which is no multiple of 128")
     block = machine.block[thread]
+    machine.shared.expect(block, to, size)
 
     def land() -> None:
-        data = read()
-        at = to + np.arange(0, data.size, 16)
-        if swizzle:
-            at = at ^ (at >> 7 & 7) << 4
-        if at.max() + 16 > machine.shared.size:
-            raise FaultError(f"a copy of {data.size} bytes to {to} of {machine.shared.size} bytes of shared memory")
-        machine.shared.bytes[block, at[:, None] + np.arange(16)] = data.reshape(-1, 16)
-        machine.wake(_barrier(machine, thread, barrier).receive(data.size))
+        machine.shared.land(block, to, read(), swizzle)
+        machine.wake(_barrier(machine, thread, barrier).receive(size))
 
     machine.copies.append(land)
 
@@ -187,7 +200,7 @@ def _tensor(machine: Machine, instruction: Instruction) -> Run:
             def read(matrix: Matrix = matrix, r: int = int(r), c: int = int(c)) -> Words:
                 return matrix.box(machine.memory, r, c)
 
-            _send(machine, i, int(address), read, int(barrier), matrix.swizzle)
+            _send(machine, i, int(address), read, matrix.box_size, int(barrier), matrix.swizzle)
 
     return copy
 
@@ -206,7 +219,7 @@ def _bulk(machine: Machine, instruction: Instruction) -> Run:
             def read(source: int = int(source), n: int = int(n)) -> Words:
                 return machine.memory.bytes_at(source, n)
 
-            _send(machine, i, int(address), read, int(barrier), False)
+            _send(machine, i, int(address), read, int(n), int(barrier), False)
 
     return copy
 

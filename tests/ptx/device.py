@@ -16,11 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ptx.copies import Matrix
-from ptx.machine import Machine
+from ptx.machine import Machine, Order
 from ptx.memory import FaultError, GlobalMemory
 from ptx.program import Program, parse
 from qtool.quant.errors import QtoolError
-from qtool.runtime.kernels.cuda import driver, nvrtc
+from qtool.runtime.kernels.cuda import attention, choice, driver, nvrtc
 
 ARCH = "compute_90a"
 MULTIPROCESSORS = 3
@@ -71,7 +71,7 @@ class EmulatedKernel:
             cluster=cluster or (1, 1, 1),
             variables={name: array.ctypes.data for name, array in self.variables.items()},
             early=self.device.early if overlap else None,
-            seed=self.device.seed,
+            order=self.device.order,
         ).run()
         self.device.recent.append((memory.stored(), args))
 
@@ -87,10 +87,10 @@ class EmulatedKernel:
 
 
 class Device:
-    """What stands in for the driver; `seed`: of the threads' order in launches from now on (None: the usual one)."""
+    """What stands in for the driver; `order`: of the threads in launches from now on, as Machine takes it."""
 
     def __init__(self) -> None:
-        self.seed: int | None = None
+        self.order: Order = None
         # What launches may find unfinished when they overlap: what was stored, and the tensors, so that they stay
         self.recent: deque[tuple[list[tuple[int, Any]], Any]] = deque(maxlen=2)
         self._kernels: dict[Any, EmulatedKernel] = {}
@@ -155,7 +155,13 @@ def _on_cpu(value: Any) -> Any:
 
 
 DEVICE = Device()  # the one, since launchers keep the kernels that they were given
-_Generator = torch.Generator
+
+
+class _Generator(torch.Generator):
+    """One of "cuda" is the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, _on_cpu(device))
 
 
 @contextmanager
@@ -166,7 +172,7 @@ def emulated() -> Iterator[Device]:
         QtoolError: NVRTC, which makes the PTX, is not on this machine.
     """
     nvrtc.library()
-    DEVICE.seed = None
+    DEVICE.order = None
     DEVICE.recent.clear()
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=9, minor=0)
     answers: dict[str, Any] = {
@@ -176,13 +182,13 @@ def emulated() -> Iterator[Device]:
         "torch.cuda.get_device_properties": properties,
         "torch.cuda.synchronize": None,
     }
-    caches = driver.num_sms, driver.has_clusters
+    caches = driver.num_sms, driver.has_clusters, driver.arch_of, attention.num_sms, choice._choose
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, return_value=answer))
         for what, instead in (
             ("torch.cuda.device", lambda device: nullcontext()),
-            ("torch.Generator", lambda device="cpu": _Generator(_on_cpu(device))),
+            ("torch.Generator", _Generator),
             ("qtool.runtime.kernels.cuda.driver._load", DEVICE.load),
             ("qtool.runtime.kernels.cuda.maps.tensor_map", DEVICE.describe),
         ):

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ptx.memory import FaultError, GlobalMemory, SharedMemory, Words
 from ptx.program import PARAMETERS_AT, WARP, Instruction, Program
 from ptx.warps import TOGETHER
 
+Order = int | Literal["first", "last"] | None
 _READY, _WAITING, _ENDED = range(3)
 # Memory is visible at once, and caches are not there.
 _WITHOUT_EFFECT = ("griddepcontrol.launch_dependents", "fence", "prefetch", "membar")
@@ -54,7 +55,7 @@ class Machine:
         variables: addresses of the program's own global memory.
         early: which bytes kernels before this one may still write when it begins, by where they begin; until a thread
             has waited for those kernels it may not read them, nor store anything. None: it begins after them.
-        seed: of an order other than the usual one.
+        order: None, the usual one; "first", "last": that warp of those that can go on, as far as it goes; or a seed.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Machine:
         cluster: tuple[int, int, int] = (1, 1, 1),
         variables: dict[str, int] | None = None,
         early: Sequence[tuple[int, Words]] | None = None,
-        seed: int | None = None,
+        order: Order = None,
     ) -> None:
         assert threads % WARP == 0
         blocks = grid[0] * grid[1] * grid[2]
@@ -83,7 +84,7 @@ class Machine:
         self._variables = variables or {}
         self._early = early or ()
         self._waited = np.full(self.count, early is None)  # for the kernels before this one
-        self._rng = None if seed is None else np.random.default_rng(seed)
+        self._order, self._rng = order, np.random.default_rng(order) if isinstance(order, int) else None
         self._registers: dict[str, Words] = {}
         self._pc = np.zeros(self.count, np.int64)
         self._state = np.zeros(self.count, np.int8)
@@ -194,7 +195,7 @@ class Machine:
         with np.errstate(all="ignore"):
             while np.any(self._state != _ENDED):
                 self._turn()
-        if self.copies:
+        if self.copies or any(barrier.bytes for barrier in self.barriers.values()):
             raise FaultError("the kernel ended before its copies had landed")
         if any(group for groups in self.products.values() for group in groups):
             raise FaultError("the kernel ended before its products were waited for")
@@ -202,8 +203,10 @@ class Machine:
     def _turn(self) -> None:
         able = np.flatnonzero((self._state == _READY) & ~self._held)
         if len(able):
+            if isinstance(self._order, str):  # one warp as far as it goes
+                able = able[able // WARP == able[0 if self._order == "first" else -1] // WARP]
             places = self._pc[able]
-            chosen = places.min() if self._rng is None else places[self._rng.integers(len(places))]
+            chosen = places.min() if self._rng is None else self._rng.choice(np.unique(places))
             group = able[places == chosen]
             if self._rng is not None and self._rng.random() < _ALONE:
                 group = group[group // WARP == group[self._rng.integers(len(group))] // WARP]
@@ -213,7 +216,7 @@ class Machine:
         elif self.copies:
             self._land()
         elif self._yields and self._yields < _MOST_YIELDS:
-            self._held[:] = False
+            self._held[:] = False  # those that look at memory again and again look once more
         else:
             self._stop()
 
@@ -265,8 +268,10 @@ class Machine:
         """(what runs it for threads idx, whether it moves them itself: then it returns whether any went on)."""
         op = instruction.op
         kind = op.split(".")[0]
-        if kind in _CONTROL and op != "bar.warp.sync":
-            return _CONTROL[kind](self, instruction), True
+        if op in _CONTROL:
+            return _CONTROL[op](self, instruction), True
+        if kind in ("bar", "barrier") and op != "bar.warp.sync":
+            raise NotImplementedError(instruction.text)
         if kind in TOGETHER:
             assert instruction.predicate is None, instruction.text
             return self._whole_warps(TOGETHER[kind](self, instruction), moves=False), True
@@ -368,6 +373,8 @@ class Machine:
             numbers = np.broadcast_to(number(idx), len(idx))
             counts = np.broadcast_to(wanted[0](idx) if wanted else self.threads, len(idx))
             for at in range(0, len(idx), WARP):
+                if numbers[at] > 15:
+                    raise FaultError(f"barrier {numbers[at]} of 16")
                 meeting = self._meetings[int(self.block[idx[at]]), int(numbers[at])]
                 self._meet(meeting, idx[at : at + WARP], int(counts[at]), waits)
             return True
@@ -397,7 +404,8 @@ class Machine:
 
         def wait(idx: Words) -> bool:
             cluster = self.cluster_of[self.block]
-            late = {int(c): self._arrivals[cluster == c].min() for c in np.unique(cluster[idx])}
+            there = self._state != _ENDED
+            late = {int(c): self._arrivals[there & (cluster == c)].min() for c in np.unique(cluster[idx])}
             met = np.array([late[int(c)] for c in cluster[idx]]) >= self._arrivals[idx]
             for c in np.unique(cluster[idx[met]]):
                 self.follow(idx[met & (cluster[idx] == c)], self.have_waited(np.flatnonzero(cluster == c)))
@@ -432,7 +440,12 @@ class Machine:
 _MAKES: dict[str, Make] = OPERATIONS | ACCESSES | COPIES
 _CONTROL: dict[str, Callable[[Machine, Instruction], Run]] = {
     "bra": Machine._branch,
+    "bra.uni": Machine._branch,
     "ret": Machine._leave,
-    "bar": Machine._block_barrier,
-    "barrier": Machine._cluster_barrier,
+    "bar.sync": Machine._block_barrier,
+    "bar.arrive": Machine._block_barrier,
+    "barrier.cluster.arrive.relaxed.aligned": Machine._cluster_barrier,
+    "barrier.cluster.arrive.release.aligned": Machine._cluster_barrier,
+    "barrier.cluster.wait.acquire.aligned": Machine._cluster_barrier,
+    "barrier.cluster.wait.aligned": Machine._cluster_barrier,
 }

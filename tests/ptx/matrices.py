@@ -58,22 +58,25 @@ def add_product(c: Words, a: Words, b: Words) -> Words:
     return (total & 0xFFFFFFFF).astype(np.uint32).view(np.int32) if c.dtype == np.int32 else total.astype(np.float32)
 
 
-def described(shared: SharedMemory, block: int, descriptor: int, columns: int, kind: str, turned: bool) -> Words:
-    """The B operand [K, columns] that a descriptor of wgmma names, K being 32 bytes.
+def places(descriptor: int, columns: int, kind: str, turned: bool) -> Words:
+    """Addresses in shared memory of the B operand [K, columns] that a descriptor of wgmma names, K being 32 bytes.
 
     In 128-byte swizzle, K contiguous in rows of a column each, or `turned`, columns contiguous in rows of 64.
     """
     begin, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     assert descriptor >> 62 == 1, "128-byte swizzle"
     size = 1 if kind == "s8" else 2
+    k, n = np.arange(32 // size)[:, None], np.arange(columns)[None, :]
     if turned:
-        k, n = np.arange(32 // size)[:, None], np.arange(columns)[None, :]
         at = begin + n // 64 * leading + k // 8 * stride + k % 8 * 128 + n % 64 * size
     else:
-        k, n = np.arange(32 // size)[:, None], np.arange(columns)[None, :]
         at = begin + n // 8 * stride + n % 8 * 128 + k * size
-    at = at ^ (at >> 7 & 7) << 4
-    bits = shared.load(np.full(at.shape, block), at, size)
+    return at ^ (at >> 7 & 7) << 4
+
+
+def stored(shared: SharedMemory, block: int, at: Words, kind: str) -> Words:
+    """The numbers that lie there."""
+    bits = shared.load(np.full(at.shape, block), at, 1 if kind == "s8" else 2)
     return bits.view(np.int8).astype(np.int64) if kind == "s8" else values(bits, kind)
 
 

@@ -99,25 +99,54 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """That of every block: [blocks, size]. It begins as NaN in every type, and as addresses beyond its end."""
+    """That of every block: [blocks, size]. It begins as NaN in every type, and as addresses beyond its end.
+
+    From the moment that a copy to it is asked for until it lands nobody may read what it brings; and while products of
+    a warpgroup read it nobody may write it.
+    """
 
     def __init__(self, blocks: int, size: int) -> None:
         self.size = size
         data = np.full((blocks, -(-size // 16) * 16), 0xFF, np.uint8)
         self.bytes = data
+        self._coming, self._used = np.zeros(data.shape, np.uint8), np.zeros(data.shape, np.uint16)
         self._views = {n: data.view(f"u{n}") for n in (1, 2, 4, 8)}
 
     def _check(self, addresses: Words, size: int) -> None:
-        if np.any(addresses % size) or np.any(addresses + size > self.size):
-            wrong = addresses[(addresses % size != 0) | (addresses + size > self.size)][0]
-            raise FaultError(f"{size} bytes at {int(wrong)} of {self.size} bytes of shared memory")
+        wrong = (addresses % size != 0) | (addresses < 0) | (addresses + size > self.size)
+        if wrong.any():
+            raise FaultError(f"{size} bytes at {int(addresses[wrong][0])} of {self.size} bytes of shared memory")
 
     def load(self, blocks: Words, addresses: Words, size: int) -> Words:
         addresses = addresses.astype(np.int64)
         self._check(addresses, size)
+        if self._coming[blocks, addresses].any():
+            raise FaultError("shared memory is read while a copy to it is under way")
         return self._views[size][blocks, addresses // size]
 
     def store(self, blocks: Words, addresses: Words, values: Words) -> None:
         addresses, size = addresses.astype(np.int64), values.dtype.itemsize
         self._check(addresses, size)
+        if self._used[blocks, addresses].any():
+            raise FaultError("shared memory is written while products read it")
         self._views[size][blocks, addresses // size] = values
+
+    def expect(self, block: int, begin: int, size: int) -> None:
+        """A copy to these bytes is under way."""
+        if begin + size > self.size:
+            raise FaultError(f"a copy of {size} bytes to {begin} of {self.size} bytes of shared memory")
+        if self._used[block, begin : begin + size].any():
+            raise FaultError("a copy to shared memory that products read")
+        self._coming[block, begin : begin + size] += 1
+
+    def land(self, block: int, begin: int, data: Words, swizzle: bool) -> None:
+        """That copy has come."""
+        self._coming[block, begin : begin + data.size] -= 1
+        at = begin + np.arange(0, data.size, 16)
+        if swizzle:
+            at = at ^ (at >> 7 & 7) << 4
+        self.bytes[block, at[:, None] + np.arange(16)] = data.reshape(-1, 16)
+
+    def use(self, block: int, addresses: Words, count: int) -> None:
+        """`count` 1: products read these bytes from now on; -1: no longer."""
+        self._used[block, addresses] += np.uint16(count & 0xFFFF)

@@ -83,6 +83,7 @@ def parse(text: str) -> Program:
     alignment = 16
     for line in head.split(";"):
         if found := _VARIABLE.search(line):
+            assert "=" not in line, line
             space, align, bits, variable, count = found.groups()
             if space == "global":
                 program.variables[variable] = SIZES[bits] * int(count or 1)
@@ -107,12 +108,15 @@ def _read(program: Program, body: str) -> None:
         if body[0] == "{":
             made += 1
             inner = body[1 : _block_end(body)]
-            scopes.append({label: f"{label}#{made}" for label in re.findall(r"^\s*([\w$]+):", inner, re.M)})
+            scopes.append(
+                {label: f"{label}#{made}" for label in re.findall(r"(?:^|[;{}])\s*([\w$]+):(?!:)", inner, re.M)}
+            )
             body = body[1:]
         elif body[0] == "}":
             scopes.pop()
             body = body[1:]
         elif found := _LABEL.match(body):
+            assert named(found[1]) not in program.labels, found[1]
             program.labels[named(found[1])] = len(program.instructions)
             body = body[found.end() :]
         else:

@@ -26,6 +26,14 @@ def _nothing(machine: Machine, instruction: Instruction) -> Run:
     return lambda idx: None
 
 
+def _meet(machine: Machine, instruction: Instruction) -> Run:
+    def meet(idx: Words) -> None:
+        for at in range(0, len(idx), WARP):
+            machine.follow(idx[at : at + WARP], machine.have_waited(idx[at : at + WARP]))
+
+    return meet
+
+
 def _shuffle(machine: Machine, instruction: Instruction) -> Run:
     *results, value, by, bounds, _ = instruction.operands
     writes = [machine.writer(r) for r in results]
@@ -139,7 +147,7 @@ def _wait(machine: Machine, instruction: Instruction) -> Run:
 
 
 def _multiply_later(machine: Machine, instruction: Instruction) -> Run:
-    """Registers of the left operand are read now, shared memory and the sums at the wait."""
+    """Operands are read now, those in shared memory may not change before the wait; sums are read and written then."""
     shape = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.(f32|s32)\.(\w+)\.\3"
     found = re.fullmatch(shape, instruction.op)
     assert found, instruction.text
@@ -147,24 +155,30 @@ def _multiply_later(machine: Machine, instruction: Instruction) -> Run:
     sums = [machine.register(r) for r in machine.vector(instruction.operands[0])]
     left = [_lanes(machine, r) for r in machine.vector(instruction.operands[1])]
     assert len(left) == 4, "the left operand in registers"
-    place, adds = machine.reader(instruction.operands[2], np.uint64), machine.reader(instruction.operands[3], bool)
+    descriptor, adds = machine.reader(instruction.operands[2], np.uint64), machine.reader(instruction.operands[3], bool)
     assert exact or instruction.operands[4:6] == ("1", "1"), instruction.text
     turned = not exact and instruction.operands[6] == "1"
 
     def run(idx: Words) -> None:
         parts = matrices.left([r(idx) for r in left], kind)
-        places, more = np.broadcast_to(place(idx), len(idx)), np.broadcast_to(adds(idx), len(idx))
+        named, more = np.broadcast_to(descriptor(idx), len(idx)), np.broadcast_to(adds(idx), len(idx))
         for i, first in enumerate(int(t) for t in idx[::WARP]):
-            matrix = int(machine.block[first]), int(places[i * WARP]), columns, kind, turned
+            at, block = matrices.places(int(named[i * WARP]), columns, kind, turned), int(machine.block[first])
+            b, add = matrices.stored(machine.shared, block, at, kind), bool(more[i * WARP])
+            machine.shared.use(block, at, 1)
 
             def product(
-                first: int = first, a: Words = parts[i], matrix: Any = matrix, add: bool = more[i * WARP]
+                first: int = first,
+                a: Words = parts[i],
+                b: Words = b,
+                at: Words = at,
+                block: int = block,
+                add: bool = add,
             ) -> None:
+                machine.shared.use(block, at, -1)
                 lanes = slice(first, first + WARP)
                 c = matrices.sums([r[None, lanes] for r in sums], exact)
-                total = matrices.add_product(
-                    c if add else np.zeros_like(c), a, matrices.described(machine.shared, *matrix)
-                )
+                total = matrices.add_product(c if add else np.zeros_like(c), a, b)
                 for register, value in zip(sums, matrices.registers_of(total)):
                     register[lanes] = value[0]
 
@@ -174,7 +188,7 @@ def _multiply_later(machine: Machine, instruction: Instruction) -> Run:
 
 
 TOGETHER: dict[str, Make] = {
-    "bar": _nothing,  # bar.warp.sync
+    "bar": _meet,  # bar.warp.sync
     "shfl": _shuffle,
     "vote": _vote,
     "redux": _reduce,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ptx.device import Device
 from torch import Tensor
 
 from qtool.quant.errors import QtoolError
@@ -113,7 +112,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("seed", [None, 1], ids=["in order", "in any order"])
+@pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -123,10 +122,8 @@ SCHEMES = [
     ],
     ids=str,
 )  # fmt: skip
-def test_small_products(name: str, dtype: torch.dtype, seed: int | None, gpu_or_emulator: Device | None) -> None:
+def test_small_products(name: str, dtype: torch.dtype) -> None:
     """Every kernel, also where there is no GPU."""
-    if gpu_or_emulator:
-        gpu_or_emulator.seed = seed
     weight = make_weight(88, 384, QuantScheme.parse(name))
     run(weight, 3, dtype, SkinnyConfig(2, 4, 2 if hopper() else 1, prefetch=1))
     run(weight, 2, dtype, None)
@@ -137,6 +134,19 @@ def test_small_products(name: str, dtype: torch.dtype, seed: int | None, gpu_or_
     if gemm.supports(LinearSpec(88, 384, weight.scheme, dtype=dtype)):
         run(weight, 45, dtype, GemmConfig(32, 2, split=2))
         run(weight, 40, dtype, GemmConfig(16, 2, EVEN))
+
+
+@pytest.mark.last_first
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize("name", ["w4g128", "w8", "w4g64a8-asym", "w8a8", "w8g128a8"])
+def test_small_products_of_more_steps_than_stages(name: str) -> None:
+    """Rings are filled anew while products are under way."""
+    weight = make_weight(48, 2688, QuantScheme.parse(name))
+    run(weight, 3, torch.float16, SkinnyConfig(2, 4, 2 if hopper() else 1))
+    if hopper():
+        run(weight, 20, torch.float16, GemmConfig(32, 2))
+        if not weight.scheme.act_bits:
+            run(weight, 2, torch.float16, StreamConfig(2, 2, 2))
 
 
 @pytest.mark.gpu

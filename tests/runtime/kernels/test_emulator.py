@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ptx.device import ARCH
-from ptx.machine import Machine
+from ptx.machine import Machine, Order
 from ptx.memory import FaultError, GlobalMemory
 from ptx.numbers import bf16_bits
 from ptx.program import parse
@@ -18,7 +18,7 @@ THREADS = 64
 EXACT = np.arange(THREADS, dtype=np.float32) + 1
 
 
-def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0, overlap: bool = False) -> np.ndarray:
+def run(body: str, x: np.ndarray, *, order: Order = None, dynamic: int = 0, overlap: bool = False) -> np.ndarray:
     """What 64 threads leave in y, of the size of x, by `body`; `overlap`: a kernel before it may still write x[0]."""
     text = f'extern "C" __global__ void kernel(const float* x, float* y) {{ const int i = threadIdx.x; {body} }}'
     try:
@@ -31,7 +31,7 @@ def run(body: str, x: np.ndarray, *, seed: int | None = None, dynamic: int = 0, 
     arguments = np.array([x.ctypes.data, y.ctypes.data], np.uint64).tobytes()
     early = [(x.ctypes.data, np.arange(x.nbytes) < 4)] if overlap else None
     shape = {"grid": (1, 1, 1), "threads": THREADS, "dynamic": dynamic}
-    Machine(program, memory, arguments, early=early, seed=seed, **shape).run()
+    Machine(program, memory, arguments, early=early, order=order, **shape).run()
     return y
 
 
@@ -73,6 +73,7 @@ def test_rounding_of_packed_halves_is_torchs() -> None:
             "if (i < 32) __syncthreads(); else if (x[i] > 0) { __syncthreads(); __syncthreads(); } y[i] = 0;",
             "left wait",
         ),
+        ("__shared__ float s[64]; s[i] = x[i]; __syncthreads(); y[i] = ((volatile float*)s)[i - 1];", "bytes at -4"),
         ('asm volatile("bar.arrive 1, 32;"); y[i] = 0;', None),
         (
             'asm volatile("bar.sync 1, 96;"); y[i] = 0;',
@@ -89,12 +90,14 @@ def test_faults(body: str, reason: str | None) -> None:
 
 
 def test_a_barrier_that_is_missing_shows_in_some_order() -> None:
-    def handed_on(barrier: str, seed: int) -> bool:
+    def handed_on(barrier: str, order: Order) -> bool:
         body = f"__shared__ float s[64]; s[i] = x[i]; {barrier} y[i] = s[i ^ 32];"
-        return np.array_equal(run(body, EXACT.copy(), seed=seed), EXACT.reshape(2, 32)[::-1].reshape(-1))
+        return np.array_equal(run(body, EXACT.copy(), order=order), EXACT.reshape(2, 32)[::-1].reshape(-1))
 
-    assert all(handed_on("__syncthreads();", seed) for seed in range(10))
-    assert not all(handed_on("", seed) for seed in range(10))
+    assert all(handed_on("__syncthreads();", order) for order in (None, "first", "last", *range(10)))
+    assert not handed_on("", "first")
+    assert not handed_on("", "last")
+    assert not all(handed_on("", order) for order in range(10))
 
 
 COPY = """
@@ -117,9 +120,15 @@ WAIT = """
 
 def test_a_copy_has_landed_once_it_was_waited_for_and_not_before() -> None:
     assert np.array_equal(run(COPY + WAIT + "y[i] = s[i];", EXACT.copy(), dynamic=256), EXACT)
-    assert np.all(np.isnan(run(COPY + "y[i] = s[i];" + WAIT, EXACT.copy(), dynamic=256)))
+    with pytest.raises(FaultError, match="read while a copy to it is under way"):
+        run(COPY + "y[i] = s[i];" + WAIT, EXACT.copy(), dynamic=256)
+    with pytest.raises(FaultError, match="was overwritten"):
+        run(COPY + WAIT + "barrier = i;" + WAIT + "y[i] = 0;", EXACT.copy(), dynamic=256)
+    once = WAIT.replace("@!p bra again;", "")
+    with pytest.raises(FaultError, match="read while a copy to it is under way"):
+        run(COPY + once + "y[i] = s[i];", EXACT.copy(), dynamic=256)
     with pytest.raises(FaultError, match="before its copies had landed"):
-        run(COPY + "y[i] = s[i];", EXACT.copy(), dynamic=256)
+        run(COPY + "y[i] = 0;", EXACT.copy(), dynamic=256)
 
 
 AWAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
@@ -146,5 +155,5 @@ def test_what_kernels_before_may_still_write_is_left_alone(body: str, reason: st
 def test_threads_that_parted_meet_again() -> None:
     body = "float v = 0; for (int k = 0; k <= i % 5; k++) v += x[i]; y[i] = __shfl_xor_sync(~0u, v, 1);"
     each = EXACT * (np.arange(THREADS) % 5 + 1)
-    for seed in (None, 0, 1):
-        assert np.array_equal(run(body, EXACT.copy(), seed=seed), each.reshape(-1, 2)[:, ::-1].reshape(-1))
+    for order in (None, 0, 1, "first", "last"):
+        assert np.array_equal(run(body, EXACT.copy(), order=order), each.reshape(-1, 2)[:, ::-1].reshape(-1))

@@ -53,6 +53,8 @@ def _read(machine: Machine, space: str, idx: Words, addresses: Words, size: int)
         clusters = machine.cluster_of[machine.block[idx]]
         ranks = (addresses >> np.uint64(BLOCK_BITS)).astype(np.int64) - 1
         blocks = np.array([machine.block_by_rank[int(c), int(r)] for c, r in zip(clusters, ranks)])
+        for block in np.unique(blocks):
+            machine.check_alive(int(block))
         return machine.shared.load(blocks, addresses & np.uint64((1 << BLOCK_BITS) - 1), size)
     return machine.shared.load(machine.block[idx], addresses, size)
 

@@ -326,6 +326,11 @@ class Machine:
         """Who passes a barrier comes after all that its other threads did before it."""
         self._waited[idx] |= waited
 
+    def check_alive(self, block: int) -> None:
+        """Raises FaultError where another block's shared memory may be gone."""
+        if np.all(self._state[self.block == block] == _ENDED):
+            raise FaultError("the shared memory of a block that has ended is read")
+
     def check_read(self, idx: Words, addresses: Words, size: int) -> None:
         """Raises FaultError where threads idx read from global memory too early."""
         hasty = ~self._waited[idx]

@@ -16,8 +16,8 @@ from qtool.quant.errors import QtoolError
 def gpu_or_emulator(request: pytest.FixtureRequest) -> Iterator[None]:
     """ "cuda" is a GPU where there is one, else the emulator, with threads in the usual order and in another.
 
-    A test that is marked `last_first` runs with the last warp first, as far as it goes, too: slow, since no two warps
-    run together.
+    A test that is marked `one_warp` runs with the first or the last warp as far as it goes, too: slow, since no two run
+    together.
     """
     if torch.cuda.is_available() and not request.config.getoption("--emulated"):
         if request.param is not None:
@@ -35,6 +35,6 @@ def gpu_or_emulator(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "gpu_or_emulator" in metafunc.fixturenames:
         orders: dict[str, Order] = {"in order": None, "in any order": 1}
-        if metafunc.definition.get_closest_marker("last_first"):
-            orders["last first"] = "last"
+        if metafunc.definition.get_closest_marker("one_warp"):
+            orders |= {"first warp": "first", "last warp": "last"}
         metafunc.parametrize("gpu_or_emulator", orders.values(), ids=list(orders), indirect=True)

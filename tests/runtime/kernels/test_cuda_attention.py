@@ -115,7 +115,7 @@ def check(
     assert not plan.counters.any()
 
 
-@pytest.mark.last_first
+@pytest.mark.one_warp
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize(
     ("shape", "mode", "dtype", "window"),

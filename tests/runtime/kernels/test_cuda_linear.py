@@ -136,7 +136,7 @@ def test_small_products(name: str, dtype: torch.dtype) -> None:
         run(weight, 40, dtype, GemmConfig(16, 2, EVEN))
 
 
-@pytest.mark.last_first
+@pytest.mark.one_warp
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize("name", ["w4g128", "w8", "w4g64a8-asym", "w8a8", "w8g128a8"])
 def test_small_products_of_more_steps_than_stages(name: str) -> None:

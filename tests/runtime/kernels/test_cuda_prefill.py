@@ -122,7 +122,7 @@ def test_prefill_in_the_interpreter(case: tuple[int, int, int, list[tuple[int, i
     check(*case)
 
 
-@pytest.mark.last_first
+@pytest.mark.one_warp
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize(
     ("dim", "mode", "dtype", "window", "soft_cap"),

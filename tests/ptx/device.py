@@ -172,7 +172,6 @@ def emulated() -> Iterator[Device]:
         QtoolError: NVRTC, which makes the PTX, is not on this machine.
     """
     nvrtc.library()
-    DEVICE.order = None
     DEVICE.recent.clear()
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=9, minor=0)
     answers: dict[str, Any] = {
@@ -193,6 +192,7 @@ def emulated() -> Iterator[Device]:
             ("qtool.runtime.kernels.cuda.maps.tensor_map", DEVICE.describe),
         ):
             stack.enter_context(mock.patch(what, instead))
+        stack.enter_context(mock.patch.object(DEVICE, "order", None))
         stack.enter_context(_CudaIsCpu())
         for cached in caches:
             cached.cache_clear()

@@ -2,8 +2,9 @@
 
 Threads that are at the same instruction run it together. Of those that can go on, the ones furthest behind are next, so
 that threads which parted meet again; or, with a seed, any. What a program may not rely on comes at the worst time that
-its rules allow: copies to shared memory land when nothing else can go on (with a seed: at any time), products of a
-warpgroup read shared memory when they are waited for, shared memory begins as NaN, and every access is checked.
+its rules allow: copies to shared memory land when nothing else can go on (with a seed: at any time), what products of a
+warpgroup read may not change until they are waited for, shared memory begins as NaN, and every access is checked. An
+instruction that is not known here is refused (NotImplementedError), never passed over.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx.copies import send
 from ptx.instructions import Make, Run
 from ptx.memory import Words, check_alignment
 from ptx.program import PARAMETERS_AT, Instruction
@@ -50,16 +51,24 @@ def _read(machine: Machine, space: str, idx: Words, addresses: Words, size: int)
         words = np.frombuffer(machine.arguments, np.uint8)
         return np.ascontiguousarray(words[places[:, None] + np.arange(size)]).view(f"u{size}")[:, 0]
     if space == "shared::cluster":
-        clusters = machine.cluster_of[machine.block[idx]]
-        ranks = (addresses >> np.uint64(BLOCK_BITS)).astype(np.int64) - 1
-        blocks = np.array([machine.block_by_rank[int(c), int(r)] for c, r in zip(clusters, ranks)])
-        for block in np.unique(blocks):
-            machine.check_alive(int(block))
-        return machine.shared.load(blocks, addresses & np.uint64((1 << BLOCK_BITS) - 1), size)
+        blocks, addresses = _in_cluster(machine, idx, addresses)
+        return machine.shared.load(blocks, addresses, size)
     return machine.shared.load(machine.block[idx], addresses, size)
 
 
+def _in_cluster(machine: Machine, idx: Words, addresses: Words) -> tuple[Words, Words]:
+    """(block, address in its shared memory) of what mapa gave threads idx."""
+    clusters = machine.cluster_of[machine.block[idx]]
+    ranks = (addresses >> np.uint64(BLOCK_BITS)).astype(np.int64) - 1
+    blocks = np.array([machine.block_by_rank[int(c), int(r)] for c, r in zip(clusters, ranks)])
+    for block in np.unique(blocks):
+        machine.check_alive(int(block))
+    return blocks, addresses & np.uint64((1 << BLOCK_BITS) - 1)
+
+
 def _store(machine: Machine, instruction: Instruction) -> Run:
+    if instruction.op.startswith("st.async."):
+        return _store_later(machine, instruction)
     space, many, number = _parts(instruction)
     reads = [machine.reader(r, number) for r in machine.vector(instruction.operands[1])]
     to, size = machine.address(instruction.operands[0]), number.itemsize
@@ -74,6 +83,25 @@ def _store(machine: Machine, instruction: Instruction) -> Run:
                 machine.memory.store(addresses + np.uint64(i * size), values)
             else:
                 machine.shared.store(machine.block[idx], addresses + np.uint64(i * size), values)
+
+    return store
+
+
+def _store_later(machine: Machine, instruction: Instruction) -> Run:
+    """st.async: into another block's shared memory, where a barrier counts the bytes."""
+    assert instruction.op == "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32", instruction.text
+    reads = [machine.reader(r, np.uint32) for r in machine.vector(instruction.operands[1])]
+    to, by = machine.address(instruction.operands[0]), machine.address(instruction.operands[2])
+
+    def store(idx: Words) -> None:
+        blocks, addresses = _in_cluster(machine, idx, to(idx))
+        others, barriers = _in_cluster(machine, idx, by(idx))
+        assert np.array_equal(blocks, others), instruction.text
+        check_alignment(addresses, 16)
+        values = np.stack([np.broadcast_to(read(idx), len(idx)) for read in reads], axis=1).view(np.uint8)
+        for one in np.unique(np.stack((blocks, barriers.astype(np.int64))), axis=1).T:
+            here = (blocks == one[0]) & (barriers == np.uint64(one[1]))
+            send(machine, int(one[0]), int(one[1]), addresses[here], values[here])
 
     return store
 

@@ -118,7 +118,7 @@ def _arrive(machine: Machine, instruction: Instruction) -> Run:
 
     def arrive(idx: Words) -> None:
         for i, address, n in zip(idx, at(idx), np.broadcast_to(size(idx), len(idx))):
-            machine.wake(_barrier(machine, i, address).arrive(int(n), machine.have_waited(i)))
+            machine.wake(_barrier(machine, machine.block[i], address).arrive(int(n), machine.have_waited(i)))
 
     return arrive
 
@@ -135,7 +135,7 @@ def _wait(machine: Machine, instruction: Instruction) -> Run:
         moved = False
         for kind, (_, address, phase) in enumerate(kinds.T):
             mine = idx[which.reshape(-1) == kind]
-            barrier = _barrier(machine, mine[0], address)
+            barrier = _barrier(machine, machine.block[mine[0]], address)
             if phase > 1:
                 raise FaultError(f"a wait for a phase of parity {phase}")
             ended = barrier.phases % 2 != phase
@@ -155,11 +155,11 @@ def _wait(machine: Machine, instruction: Instruction) -> Run:
     return wait
 
 
-def _barrier(machine: Machine, thread: int, address: int) -> Barrier:
-    found = machine.barriers.get((int(machine.block[thread]), int(address)))
+def _barrier(machine: Machine, block: int, address: int) -> Barrier:
+    found = machine.barriers.get((int(block), int(address)))
     if found is None:
         raise FaultError(f"no barrier at {int(address)} of shared memory")
-    if machine.shared.load(machine.block[[thread]], np.array([address]), 8)[0] != _MARK:
+    if machine.shared.load(np.array([block]), np.array([address]), 8)[0] != _MARK:
         raise FaultError(f"the barrier at {int(address)} of shared memory was overwritten")
     return found
 
@@ -180,7 +180,21 @@ def _send(
 
     def land() -> None:
         machine.shared.land(block, to, read(), swizzle)
-        machine.wake(_barrier(machine, thread, barrier).receive(size))
+        machine.wake(_barrier(machine, block, barrier).receive(size))
+
+    machine.copies.append(land)
+
+
+def send(machine: Machine, block: int, barrier: int, to: Words, data: Words) -> None:
+    """16 bytes each to addresses `to` of a block's shared memory, data [n, 16]; they land when the machine says so."""
+    _barrier(machine, block, barrier)
+    for address in to:
+        machine.shared.expect(block, int(address), 16)
+
+    def land() -> None:
+        for address, part in zip(to, data):
+            machine.shared.land(block, int(address), part, False)
+        machine.wake(_barrier(machine, block, barrier).receive(data.size))
 
     machine.copies.append(land)
 

@@ -330,7 +330,7 @@ class Machine:
     def check_alive(self, block: int) -> None:
         """Raises FaultError where another block's shared memory may be gone."""
         if np.all(self._state[self.block == block] == _ENDED):
-            raise FaultError("the shared memory of a block that has ended is read")
+            raise FaultError("the shared memory of a block that has ended is used")
 
     def check_read(self, idx: Words, addresses: Words, size: int) -> None:
         """Raises FaultError where threads idx read from global memory too early."""

@@ -100,13 +100,14 @@ def _load_matrices(machine: Machine, instruction: Instruction) -> Run:
 
 
 def _store_matrices(machine: Machine, instruction: Instruction) -> Run:
-    found = re.fullmatch(r"stmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16", instruction.op)
+    found = re.fullmatch(r"stmatrix\.sync\.aligned\.m8n8\.x[24](\.trans)?\.shared\.b16", instruction.op)
     assert found, instruction.text
     to = machine.address(instruction.operands[0])
     reads = [_lanes(machine, r) for r in machine.vector(instruction.operands[1])]
 
     def run(idx: Words) -> None:
-        addresses, block = to(idx), machine.block[idx]
+        naming = idx[idx % WARP < 8 * len(reads)]  # lane 8 m + i names row i of matrix m
+        addresses, block = to(naming), machine.block[naming]
         check_alignment(addresses, 16)
         rows = [matrices.transposed(r(idx)) if found[1] else r(idx) for r in reads]
         words = np.stack(rows, axis=1).reshape(-1, 4)  # of every row of every matrix

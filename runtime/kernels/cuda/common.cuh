@@ -29,17 +29,21 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same without making memory visible: all have come so far.
-DEVICE void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+// The same in two steps, without making memory visible.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Shared address `address` of block `rank` of this cluster.
+DEVICE u32 at_block(u32 address, int rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
 }
 
-// The float at shared address `address` of block `rank` of this cluster.
+// The float there.
 DEVICE float cluster_load(u32 address, int rank) {
-  u32 remote;
   float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(at_block(address, rank)));
   return value;
 }
 #endif

@@ -10,6 +10,11 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+// What other blocks of the cluster have sent is visible then.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
 // One arrival; the phase also waits for `bytes` of copies.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

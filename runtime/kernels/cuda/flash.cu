@@ -141,7 +141,7 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
   };
 
   multiply_keys();
-  wgmma_wait<0>();
+  wgmma_wait_for<0>(scores);
   release(stage);
   advance();
   soften(begin);
@@ -153,17 +153,17 @@ flash(const u16* qkv, const u8* kv, const int* tiles, const int* starts, u16* ou
     const int values_at = stage;
     multiply_values();
     advance();
-    wgmma_wait<1>();
+    wgmma_wait_for<1>(scores);
     release(keys_at);
     soften(i + 1);
-    wgmma_wait<0>();
+    wgmma_wait_for<0>(sum);
     release(values_at);
     UNROLL for (int j = 0; j < D / 8; j++)
       UNROLL for (int k = 0; k < 4; k++) sum[j][k] *= shrink[k >> 1];
     keep_weights();
   }
   multiply_values();
-  wgmma_wait<0>();
+  wgmma_wait_for<0>(sum);
 
   UNROLL for (int r = 0; r < 2; r++) {
     total[r] += __shfl_xor_sync(0xffffffffu, total[r], 1);

@@ -5,7 +5,8 @@
 // make fragments of a part of a step in registers (the A operand) while the part before multiplies, and wgmma reads TOKENS
 // tokens from shared memory. Codes lie so that ldmatrix hands each lane what it multiplies (layout.py).
 //
-// SPLIT blocks of a cluster each take a share of K; partial sums meet in distributed shared memory, without atomics.
+// SPLIT blocks of a cluster each take a share of K; each sends the others its partial sums of the tokens that they finish, into
+// their shared memory, without atomics.
 // SPLIT 1: blocks take tiles in turn and share what is left of the last round evenly, step by step (Stream-K, Osama et al.
 // 2023, arXiv 2301.03598); copies are ahead of the products across tiles.
 //
@@ -60,10 +61,15 @@ typedef float Sum;
 #else
 typedef Partial Sum;
 #endif
-#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS % 32 ? 16 : 32)   // that leave at a time;
+#define OWN ((TOKENS / 8 + SPLIT - 1) / SPLIT)           // times 8 tokens that a block finishes, of a tile
+#if SPLIT > 1
+#define TURN_TOKENS (OWN * 8)                            // that leave at a time
+#define OUT_BYTES ((SPLIT - 1) * OWN * 2048)             // of a warpgroup: the others' sums, then results
+#else
+#define TURN_TOKENS (TOKENS % 64 == 0 && TOKENS < 256 ? 64 : TOKENS % 32 ? 16 : 32)
                                                          // 256 leave no room for results of 64 beside three steps
-#define OUT_BYTES (TURN_TOKENS * 128)                    // of a warpgroup
-#define LD (ROWS + 4)                                    // floats from token to token: no bank conflicts
+#define OUT_BYTES (TURN_TOKENS * 128)
+#endif
 
 // Warps that copy give most of their registers to those that multiply: together no more than the kernel starts with.
 #define MORE_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CW == 2 ? 232 : CW == 3 ? 160 : 112));
@@ -82,7 +88,10 @@ DEVICE void load_matrices(u32 at, u32 (&v)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
-// Four 8 x 8 matrices of 16-bit numbers, transposed.
+// Two or four 8 x 8 matrices of 16-bit numbers, transposed.
+DEVICE void store_transposed(u32 at, const u32 (&v)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(v[0]), "r"(v[1]) : "memory");
+}
 DEVICE void store_transposed(u32 at, const u32 (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
@@ -99,15 +108,15 @@ DEVICE float as_float(float sum) { return sum; }
 [[maybe_unused]] DEVICE float as_float(int sum) { return __int_as_float(sum); }
 [[maybe_unused]] DEVICE void add(float& sum, float v) { sum += v; }
 [[maybe_unused]] DEVICE void add(int& sum, float v) { sum += __float_as_int(v); }
-// Four floats at shared address `address` of block `rank` of this cluster.
-[[maybe_unused]] DEVICE float4 cluster_load4(u32 address, int rank) {
-  u32 remote;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
-  return v;
+#if SPLIT > 1
+DEVICE u32 bits(float v) { return __float_as_uint(v); }
+DEVICE u32 bits(int v) { return (u32)v; }
+// Four sums into another block's shared memory; its barrier counts their bytes as they arrive.
+DEVICE void send(u32 to, const Sum (&v)[4], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to), "r"(bits(v[0])), "r"(bits(v[1])), "r"(bits(v[2])), "r"(bits(v[3])), "r"(barrier) : "memory");
 }
+#endif
 
 // One warp's weights of a step: of 64 columns each, words v of the lanes 4 g + t, t < 4, of its rows g and g + 8 (layout.py).
 struct Weights {
@@ -331,6 +340,9 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
   pdl_launch_dependents();
   extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+#if SPLIT > 1
+  __shared__ __align__(8) u64 arrived[CW];               // the others' sums for a warpgroup
+#endif
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);   // known to be the same in a warp
   const int rank = SPLIT > 1 ? blockIdx.x : 0;
   const int width = N / SIDES, token_tiles = (M + TOKENS - 1) / TOKENS;
@@ -346,16 +358,26 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
   const u32 acts = (u32)__cvta_generic_to_shared(shared), codes = acts + STAGES * BOXES * BOX_X;
   [[maybe_unused]] const u32 scales = codes + STAGES * CHUNKS * CHUNK_CODES, zeros = scales + STAGES * ROOM(SCALE_BYTES);
   u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+#if SPLIT > 1
+  const u32 arrived_at = (u32)__cvta_generic_to_shared(arrived);
+#endif
   asm volatile("" : "+r"(full_at), "+r"(empty_at));      // not to be worked out again and again
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full_at + 8 * i, COPIES);
       barrier_init(empty_at + 8 * i, TILES);
     }
+#if SPLIT > 1
+    for (int i = 0; i < CW; i++) {
+      barrier_init(arrived_at + 8 * i, 1);
+      barrier_expect(arrived_at + 8 * i, (SPLIT - 1) * 2048 * max(0, min(OWN, TOKENS / 8 - rank * OWN)));
+    }
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (warp >= TILES && lane == 0 && warp - TILES < 2 + (GROUP != 0) + (GROUP && ASYM)) tensor_prefetch((&maps.x)[warp - TILES]);
   __syncthreads();
+  if (SPLIT > 1) cluster_arrive();
   int stage = 0, phase = 0;                              // of the next step to copy, or to fetch
   auto advance = [&]() {
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
@@ -400,10 +422,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       }
     }
     __syncwarp();
-    if (SPLIT > 1) {
-      cluster_meet();
-      cluster_meet();
-    }
+    if (SPLIT > 1) cluster_wait();
 #if SPLIT == 1
     if (kind == 3)                                       // tells of sums that were left when they are in memory
       while (take())
@@ -554,7 +573,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       UNROLL for (int s = 0; s < SLICES; s++) {
         if (s % (SLICES / RUNS) == 0) {
           if (s > 0) {
-            wgmma_wait<0>();
+            wgmma_wait_for<0>(exact);
             add_exact(pair);
           }
           pair = w.scale[s * SLICE * SCALES / COLUMNS];
@@ -573,7 +592,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       now = stage;
       if (i + 1 < steps) fetch();
       make(next, 0);                                     // past the last step of no use, and no harm
-      wgmma_wait<0>();
+      wgmma_wait_for<0>(exact);
       release(current);
       add_exact(pair);
     };
@@ -621,7 +640,7 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       make(a[0], 0);                                     // past the last step of no use, and no harm
     }
 #endif
-    wgmma_wait<0>();
+    wgmma_wait_for<0>(sum);
     if (SPLIT == 1) release(before);
 #endif
 #if !GROUP
@@ -630,41 +649,28 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
 #endif
 
 #if SPLIT > 1
-    asm volatile("bar.sync 0, %0;" ::"n"(128 * CW) : "memory");   // every step has been read: their memory takes the sums
-    float* partial = (float*)shared;
-    UNROLL for (int j = 0; j < TOKENS / 8; j++)
-      UNROLL for (int k = 0; k < 4; k++)
-        partial[(j * 8 + t * 2 + (k & 1)) * LD + slot * 16 + g + (k >> 1) * 8] = (float)sum[j][k] * gain[k >> 1];
-    cluster_sync();
-    const int most = min(TOKENS, M - first_token) * (WIDTH_ROWS / 4);
-    for (int i = rank * (128 * CW) + threadIdx.x; i < most; i += SPLIT * 128 * CW) {
-      const int token = i / (WIDTH_ROWS / 4), row = i % (WIDTH_ROWS / 4) * 4, n = first_row + row;
-      uint2 pairs[SIDES];
-      UNROLL for (int s = 0; s < SIDES; s++) {
-        float v[4] = {0.f, 0.f, 0.f, 0.f};
-        UNROLL for (int j = 0; j < SPLIT; j++) {
-          const float4 part = cluster_load4(acts + (token * LD + s * WIDTH_ROWS + row) * 4, j);
-          v[0] += part.x;
-          v[1] += part.y;
-          v[2] += part.z;
-          v[3] += part.w;
-        }
-#if INT8
-        UNROLL for (int e = 0; e < 4; e++) v[e] *= XS[first_token + token];
-#endif
-        pairs[s] = make_uint2(floats_to_acts(v[0], v[1]), floats_to_acts(v[2], v[3]));
-      }
-#if GATED
-      pairs[0] = make_uint2(gated_pair(pairs[0].x, pairs[1].x), gated_pair(pairs[0].y, pairs[1].y));
-#endif
-      u16* to = Y + (u64)(first_token + token) * width + n;
-      if (n + 4 <= width && !(width & 3)) {
-        *(uint2*)to = pairs[0];
-      } else {
-        UNROLL for (int e = 0; e < 4; e++)
-          if (n + e < width) to[e] = (u16)((e < 2 ? pairs[0].x : pairs[0].y) >> (16 * (e & 1)));
+    const u32 results = acts + RING + warpgroup * OUT_BYTES, mine = (threadIdx.x & 127) * 16;
+    cluster_wait();                                      // until all have their barriers
+    Sum own[OWN][4];
+    UNROLL for (int block = 0; block < SPLIT; block++) {
+      const u32 to = at_block(results + (rank - (rank > block)) * (OWN * 2048) + mine, block);
+      const u32 barrier = at_block(arrived_at + 8 * warpgroup, block);
+      UNROLL for (int j = 0; j < OWN; j++) {
+        if (block * OWN + j >= TOKENS / 8) continue;
+        const Sum (&v)[4] = sum[block * OWN + j];
+        if (block != rank) send(to + j * 2048, v, barrier);
+        else UNROLL for (int k = 0; k < 4; k++) own[j][k] = v[k];
       }
     }
+    barrier_wait_cluster(arrived_at + 8 * warpgroup, 0);
+    UNROLL for (int other = 0; other < SPLIT - 1; other++)
+      UNROLL for (int j = 0; j < OWN; j++) {
+        const uint4 v = load_shared(results + (other * OWN + j) * 2048 + mine);   // of no use past the tile, and no harm
+        UNROLL for (int k = 0; k < 4; k++) add(own[j][k], __uint_as_float(word(v, k)));
+      }
+    sync_warpgroup(warpgroup);                           // results come where these lay
+    const Sum (&last)[OWN][4] = own;
+    const int first = first_token + rank * TURN_TOKENS, tokens = TURN_TOKENS, end = min(M, first_token + TOKENS);
 #else
     float4* parts = P + warpgroup * (TOKENS / 8 * 128) + (threadIdx.x & 127);   // of a block: every thread's own sums
     const int part = CW * (TOKENS / 8) * 128;
@@ -695,20 +701,30 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       }
     }
     const u32 results = acts + RING + warpgroup * OUT_BYTES;
-    UNROLL for (int c = 0; c < TOKENS; c += TURN_TOKENS) {
-      UNROLL for (int j = 0; j < TURN_TOKENS / 8; j += 2) {
-        u32 v[4];
-        UNROLL for (int k = 0; k < 2; k++) {
-          const Sum (&d)[4] = sum[c / 8 + j + k];
-          float x[2] = {1.f, 1.f};                       // scales of two tokens
-#if INT8
-          UNROLL for (int e = 0; e < 2; e++) x[e] = XS[min(first_token + c + (j + k) * 8 + t * 2 + e, M - 1)];
+    const Sum (&last)[TOKENS / 8][4] = sum;
+    const int first = first_token, tokens = TOKENS, end = M;
 #endif
-          v[2 * k] = floats_to_acts((float)d[0] * gain[0] * x[0], (float)d[1] * gain[0] * x[1]);
-          v[2 * k + 1] = floats_to_acts((float)d[2] * gain[1] * x[0], (float)d[3] * gain[1] * x[1]);
-        }
+    UNROLL for (int c = 0; c < tokens; c += TURN_TOKENS) {
+      auto finish = [&](int j, u32& low, u32& high) {    // 8 tokens of rows g and g + 8
+        const Sum (&d)[4] = last[c / 8 + j];
+        float x[2] = {1.f, 1.f};                         // scales of two tokens
+#if INT8
+        UNROLL for (int e = 0; e < 2; e++) x[e] = XS[min(first + c + j * 8 + t * 2 + e, M - 1)];
+#endif
+        low = floats_to_acts((float)d[0] * gain[0] * x[0], (float)d[1] * gain[0] * x[1]);
+        high = floats_to_acts((float)d[2] * gain[1] * x[0], (float)d[3] * gain[1] * x[1]);
+      };
+      UNROLL for (int j = 0; j < TURN_TOKENS / 8; j += 2) {
         const int token = (j + (lane >> 4)) * 8 + (lane & 7), unit = (warp & 3) * 2 + (lane >> 3 & 1);
-        store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
+        if (j + 1 < TURN_TOKENS / 8) {
+          u32 v[4];
+          UNROLL for (int k = 0; k < 2; k++) finish(j + k, v[2 * k], v[2 * k + 1]);
+          store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
+        } else {                                         // the other lanes' addresses do not matter
+          u32 v[2];
+          finish(j, v[0], v[1]);
+          store_transposed(results + token * 128 + ((unit ^ (token & 7)) << 4), v);
+        }
       }
       sync_warpgroup(warpgroup);
       UNROLL for (int k = 0; k < (TURN_TOKENS * 8 / SIDES + 127) / 128; k++) {
@@ -721,8 +737,8 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
         const uint4 up = result(unit + 4);
         v = make_uint4(gated_pair(v.x, up.x), gated_pair(v.y, up.y), gated_pair(v.z, up.z), gated_pair(v.w, up.w));
 #endif
-        if (first_token + c + token >= M) continue;
-        u16* to = Y + (u64)(first_token + c + token) * width + row;
+        if (first + c + token >= end) continue;
+        u16* to = Y + (u64)(first + c + token) * width + row;
         if (row + 8 <= width && !(width & 7)) {
           *(uint4*)to = v;
         } else {
@@ -732,7 +748,5 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       }
       sync_warpgroup(warpgroup);
     }
-#endif
   }
-  if (SPLIT > 1) cluster_meet();                         // nobody leaves while its sums are being read
 }

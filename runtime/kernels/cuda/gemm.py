@@ -116,9 +116,12 @@ class GemmConfig:
 
     @property
     def _out_bytes(self) -> int:
-        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS)."""
+        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS); of a cluster: of the others' sums."""
+        if self.split > 1:
+            finished = -(-self.tokens // 8 // self.split)  # times 8 tokens (OWN)
+            return self.warpgroups * (self.split - 1) * finished * 2048
         together = 16 if self.tokens % 32 else 64 if self.tokens in (64, 128, 192) else 32
-        return self.warpgroups * together * 128 if self.split <= 1 else 0
+        return self.warpgroups * together * 128
 
     def ring(self, spec: LinearSpec) -> Ring:
         """Steps of 128 columns; of 64 where shared memory holds too few of them (int8 activations: never)."""
@@ -135,10 +138,9 @@ class GemmConfig:
         return whole if whole.stages >= _LEAST_STAGES or spec.scheme.act_bits else ring_of(_STEP_COLUMNS // 2)
 
     def shared_bytes(self, spec: LinearSpec) -> int:
-        """Dynamic shared memory of a block: the ring and results on their way, or float32 sums of a cluster."""
+        """Dynamic shared memory of a block: the ring, and results on their way."""
         ring = self.ring(spec)
-        sums = self.tokens * (self.rows + 4) * 4 if self.split > 1 else 0
-        return max(ring.stages * ring.stage_bytes + self._out_bytes, sums)
+        return ring.stages * ring.stage_bytes + self._out_bytes
 
 
 def supports(spec: LinearSpec) -> bool:

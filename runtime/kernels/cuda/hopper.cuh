@@ -137,3 +137,9 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Sums d are complete then, and no use of them comes before, which the compiler would not know.
+template <int PENDING> DEVICE void wgmma_wait_for(Partial (&d)[WIDTH / 8][4]) {
+  wgmma_wait<PENDING>();
+#pragma unroll
+  for (int j = 0; j < WIDTH / 8; j++) asm volatile("" : SUM4(PLACE, j));
+}

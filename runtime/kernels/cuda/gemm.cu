@@ -47,8 +47,8 @@
 #define ROOM(BYTES) (2 * ROUND(BYTES / 2))               // of a step, where each side's copy may
 #define RING (STAGES * (BOXES * BOX_X + CHUNKS * CHUNK_CODES + ROOM(SCALE_BYTES) + ROOM(ZERO_BYTES)))
 #define SUMS_BY_GROUP (INT8 && GROUP && !PROGRESSIVE)    // sums of a scale group apart from those of all
-// Slices that are made at a time: two boxes where registers have room for them twice and that was faster.
-#define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 ? 8 : 4)
+// Slices that are made at a time: as many as registers hold twice, and as was faster.
+#define SLICES (BOXES == 2 && CW == 3 && TOKENS <= 64 ? 8 : CW == 4 && TOKENS > 64 ? 2 : 4)
 #define PARTS (COLUMNS / (SLICE * SLICES))               // of a step
 #define RUNS (GROUP && GROUP < SLICE * SLICES ? SLICE * SLICES / (GROUP ? GROUP : 1) : 1)   // of a part, that share a scale
 // Whether codes are fetched before the step before is waited for; wide tiles leave few stages, which it has to give back first.
@@ -205,13 +205,15 @@ DEVICE Factors factors(const Weights& w, [[maybe_unused]] int group) {
   return r;
 }
 #elif !INT8
-// The scale of row g (row = 0) or g + 8 (1) of a pair twice, in the activations' type.
-DEVICE u32 scale_pair(u32 scales, int row) {
+// Two codes less their zero points, times the scale of row g (row = 0) or g + 8 (1) of a pair.
+DEVICE u32 scaled(u32 codes, u32 scales, int row) {
 #if SCALE_BF16 == BF16
   const u32 s = row ? scales >> 16 : scales & 0xffff;
-  return s | (s << 16);
-#else
-  return twice(scale_of(scales, row));
+  return mul2(codes, s | (s << 16));
+#elif BF16
+  return mul2(codes, twice(scale_of(scales, row)));
+#else                                                    // as float16 the scale alone may be too small for all its bits
+  return mul2(mul2(codes, twice(0x1p-6f)), twice(scale_of(scales, row) * 0x1p6f));
 #endif
 }
 #endif
@@ -281,7 +283,7 @@ DEVICE void make_fragment(const Weights& w, int i, u32 (&f)[4]) {
   bytes_to_acts(w.codes[n][s >> 1][t], z0, z1, f[0], f[1]);
   bytes_to_acts(w.codes[n][s >> 1][t + 1], z0, z1, f[2], f[3]);
 #endif
-  UNROLL for (int k = 0; k < 4; k++) f[k] = mul2(f[k], scale_pair(w.scale[group], k & 1));
+  UNROLL for (int k = 0; k < 4; k++) f[k] = scaled(f[k], w.scale[group], k & 1);
 }
 #endif
 
@@ -631,8 +633,8 @@ gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restr
       multiply(now, a[0], 0);
       wgmma_wait<1>();                                   // the step before
       if (i > 0) release(before);
-      make(a[1], 4);
-      multiply(now, a[1], 4);
+      make(a[1], SLICES);
+      multiply(now, a[1], SLICES);
       before = now;
       now = stage;
       if (i + 1 < steps) fetch();

@@ -32,8 +32,9 @@ _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 _STEP_COLUMNS = 128
 _TOKEN_STEP = 16  # of tiles
-# Tokens whose sums fit the registers, by warpgroups: of one sum a row, and of a scale group's apart from those of all.
-_WIDEST = {2: 256, 3: 192, 4: 64}
+# Tokens whose sums fit the registers, by warpgroups; of a scale group's sums apart from those of all, half as many.
+_WIDEST = {2: 256, 3: 192, 4: 128}
+_WIDEST_INT8 = {2: 256, 3: 192, 4: 64}
 _WIDEST_BY_GROUP = {2: 160, 3: 96, 4: 32}
 
 
@@ -124,7 +125,8 @@ class GemmConfig:
         return self.warpgroups * together * 128
 
     def ring(self, spec: LinearSpec) -> Ring:
-        """Steps of 128 columns; of 64 where shared memory holds too few of them (int8 activations: never)."""
+        """Steps of 128 columns; of 64 where shared memory holds too few of them, and where registers hold the weights of
+        32 columns only (int8 activations: never)."""
         group = kernel_group(spec.scheme)
 
         def ring_of(columns: int) -> Ring:
@@ -135,7 +137,8 @@ class GemmConfig:
             return Ring(columns, min(_MOST_STAGES, (_SHARED_BYTES - self._out_bytes) // size), size)
 
         whole = ring_of(_STEP_COLUMNS)
-        return whole if whole.stages >= _LEAST_STAGES or spec.scheme.act_bits else ring_of(_STEP_COLUMNS // 2)
+        short = whole.stages < _LEAST_STAGES or (self.warpgroups == 4 and self.tokens > 64)  # SLICES of gemm.cu
+        return ring_of(_STEP_COLUMNS // 2) if short and not spec.scheme.act_bits else whole
 
     def shared_bytes(self, spec: LinearSpec) -> int:
         """Dynamic shared memory of a block: the ring, and results on their way."""
@@ -166,7 +169,7 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
     if config.progressive and not (scheme.act_bits and scheme.bits == 4 and kernel_group(scheme)):
         return False
     kind = _kind(spec, config)
-    widest = _WIDEST_BY_GROUP if kind == "by group" else _WIDEST
+    widest = _WIDEST_BY_GROUP if kind == "by group" else _WIDEST_INT8 if scheme.act_bits else _WIDEST
     return (
         supports(spec)
         and min(_COSTS[kind].steps) <= config.tokens <= min(max(_COSTS[kind].steps), widest[config.warpgroups])

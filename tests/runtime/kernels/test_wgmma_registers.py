@@ -244,6 +244,7 @@ def _products() -> Iterator[tuple[str, GemmConfig]]:
             GemmConfig(32, 3),
             GemmConfig(64, 3, 2),
             GemmConfig(64, 4),
+            GemmConfig(128, 4),
             GemmConfig(144, 2, EVEN),
             GemmConfig(256, 2),
             GemmConfig(256, 2, progressive=True),

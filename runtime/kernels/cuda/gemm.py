@@ -41,11 +41,16 @@ _WIDEST_BY_GROUP = {2: 160, 3: 96, 4: 32}
 @dataclass(frozen=True)
 class _Costs:
     """Microseconds: of a step of 128 columns for each warpgroup, by tokens of a tile (of numbers between by
-    interpolation); of a tile's beginning and its end; of tiles that blocks share, whose sums pass through memory."""
+    interpolation); of a tile's beginning and its end; of tiles that blocks share, whose sums pass through memory.
+
+    `longer`: times that a step of those takes, since blocks at different columns meet less in L2. `idle`: of a step's
+    time, what a multiprocessor without a tile in the last round costs, whose power others use."""
 
     steps: dict[int, float]
     tile: float
     share: float
+    longer: float = 1.06
+    idle: float = 1.0
 
     def step(self, tokens: int) -> float:
         low = max(t for t in self.steps if t <= tokens)
@@ -54,21 +59,21 @@ class _Costs:
         return self.steps[low] * (1 - part) + self.steps[high] * part
 
 
-# Measured on an H200. What `microseconds` finds best is slower than the best measured in the mean by 0.7 % (301
-# products with 16-bit activations) and 1 % (1,721 with int8).
-_16_BITS = {16: 0.156, 32: 0.171, 64: 0.239, 96: 0.306, 128: 0.405, 160: 0.512, 192: 0.608, 224: 0.722, 256: 0.801}
+# Measured on an H200. What `microseconds` finds best is slower than the best measured in the mean by 1.3 % (110
+# products of 128 tokens and more with 16-bit activations, eight ways each) and 1 % (1,721 with int8).
+_16_BITS = {16: 0.152, 32: 0.167, 64: 0.233, 96: 0.298, 128: 0.395, 160: 0.499, 192: 0.593, 224: 0.704, 256: 0.781}
 _ONE_SUM = {16: 0.179, 32: 0.183, 64: 0.205, 96: 0.209, 128: 0.225, 160: 0.283, 192: 0.31, 224: 0.368, 256: 0.408}
 _BY_GROUP = {16: 0.097, 32: 0.111, 64: 0.148, 96: 0.197, 128: 0.254, 160: 0.312}
 _PROGRESSIVE = {96: 0.22, 128: 0.251, 160: 0.293, 192: 0.31, 224: 0.349, 256: 0.401}
 _COSTS = {
-    "16 bits": _Costs(_16_BITS, 1.95, 4.64),
+    "16 bits": _Costs(_16_BITS, 2.7, 2.6, longer=1.15, idle=0.66),
     "one sum": _Costs(_ONE_SUM, 2.6, 7.7),
     "by group": _Costs(_BY_GROUP, 2.6, 7.7),
     "progressive": _Costs(_PROGRESSIVE, 2.6, 7.7),
 }
-_SHARE = 1.06  # blocks at different columns meet less in L2
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # that it holds at once, by their blocks
-_CLUSTER_BYTES_PER_US, _SHARE_BYTES_PER_US = 27_000, 60_000  # of the others' sums that a block reads, there or in L2
+_CLUSTER_BYTES_PER_US, _SHARE_BYTES_PER_US = 200_000, 60_000  # of the others' sums that a block gets, there or by L2
+_FOUR_WARPGROUPS = 0.97  # of a step, for each: they share the activations that come to them
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
 _LAUNCHES = 64  # that share tiles and take turns, those of one stream needlessly; a captured one keeps its turn
 _turns = itertools.cycle(range(_LAUNCHES))
@@ -117,7 +122,8 @@ class GemmConfig:
 
     @property
     def _out_bytes(self) -> int:
-        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS); of a cluster: of the others' sums."""
+        """Of results on their way to memory, so many tokens at a time (TURN_TOKENS); of the sums of a cluster's other
+        blocks before."""
         if self.split > 1:
             finished = -(-self.tokens // 8 // self.split)  # times 8 tokens (OWN)
             return self.warpgroups * (self.split - 1) * finished * 2048
@@ -125,8 +131,8 @@ class GemmConfig:
         return self.warpgroups * together * 128
 
     def ring(self, spec: LinearSpec) -> Ring:
-        """Steps of 128 columns; of 64 where shared memory holds too few of them, and where registers hold the weights of
-        32 columns only (int8 activations: never)."""
+        """Steps of 128 columns; of 64 where shared memory holds too few of them, or registers the weights of 32 columns
+        only (int8 activations: never)."""
         group = kernel_group(spec.scheme)
 
         def ring_of(columns: int) -> Ring:
@@ -170,10 +176,11 @@ def fits(spec: LinearSpec, config: GemmConfig) -> bool:
         return False
     kind = _kind(spec, config)
     widest = _WIDEST_BY_GROUP if kind == "by group" else _WIDEST_INT8 if scheme.act_bits else _WIDEST
+    least = _LEAST_STAGES + (scheme.act_bits is not None and config.split > 3)  # with fewer half as fast
     return (
         supports(spec)
         and min(_COSTS[kind].steps) <= config.tokens <= min(max(_COSTS[kind].steps), widest[config.warpgroups])
-        and config.ring(spec).stages >= _LEAST_STAGES
+        and config.ring(spec).stages >= least
         and config.shared_bytes(spec) <= _SHARED_BYTES
     )
 
@@ -213,18 +220,23 @@ def microseconds(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int
     """About what the product takes: the steps of a block by what a step takes, and beginnings and ends of tiles."""
     tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
     costs = _COSTS[_kind(spec, config)]
-    step_us = config.warpgroups * costs.step(config.tokens)
+    step_us = config.warpgroups * costs.step(config.tokens) * (_FOUR_WARPGROUPS if config.warpgroups == 4 else 1.0)
+
+    def rounds_us(at_once: int, steps: int, end_us: float) -> float:
+        rounds = -(-tiles // at_once)
+        busy = costs.idle * rounds + (1 - costs.idle) * tiles / at_once
+        return busy * steps * step_us + rounds * (costs.tile + end_us)
+
     if config.split <= 1:
         blocks, rounds = blocks_and_rounds(tiles, steps, config, num_sms)
         if rounds * blocks < tiles:
             parts = max(2.0, blocks / (tiles - rounds * blocks))  # of a tile: the first block reads all others' sums
             sums_us = (parts - 2) * config.tokens * config.rows * 4 / _SHARE_BYTES_PER_US
-            shared_us = -(-tiles * steps // blocks) * step_us * _SHARE + costs.share + sums_us
-            return shared_us + (rounds + 1) * costs.tile
-        return rounds * (steps * step_us + costs.tile)
-    rounds = -(-tiles // max(1, _CLUSTERS[config.split] * num_sms // 132))
+            shared_us = -(-(tiles - rounds * blocks) * steps // blocks) * step_us * costs.longer + costs.share + sums_us
+            return rounds * steps * step_us + shared_us + (rounds + 1) * costs.tile
+        return rounds_us(num_sms, steps, 0.0)
     sums_us = config.tokens * config.rows * 4 * (1 - 1 / config.split) / _CLUSTER_BYTES_PER_US
-    return rounds * (-(-steps // config.split) * step_us + costs.tile + sums_us)
+    return rounds_us(max(1, _CLUSTERS[config.split] * num_sms // 132), -(-steps // config.split), sums_us)
 
 
 def candidates(spec: LinearSpec, tokens: int, num_sms: int, most: int = 5) -> list[GemmConfig]:

@@ -253,5 +253,5 @@ def test_tiles_in_many_parts_cost_what_their_sums_take() -> None:
     steps, sums = 28672 // 128 * 16, 256 * 128 * 4
     rate = gemm._SHARE_BYTES_PER_US
     step_us = (by_blocks[32] - by_blocks[128] + 6 * sums / rate) / (steps / 32 - steps / 128)
-    assert step_us == pytest.approx(2 * gemm._ONE_SUM[256] * gemm._SHARE)
+    assert step_us == pytest.approx(2 * gemm._ONE_SUM[256] * gemm._COSTS["one sum"].longer)
     assert gemm.candidates(spec, 256, 132)[0].split != gemm.EVEN  # 8.25 parts of each of 16 tiles

@@ -22,9 +22,10 @@ from ptx.program import Program, parse
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda import attention, choice, driver, nvrtc
 
-ARCH = "compute_90a"
 MULTIPROCESSORS = 3
-_UNASKED, _MOST_SHARED = 48 * 1024, 227 * 1024  # bytes of a block
+HOPPER = (9, 0)
+_UNASKED = 48 * 1024  # bytes of shared memory of a block
+_MOST_SHARED = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, HOPPER: 227 * 1024}  # by compute capability
 
 
 @dataclass(eq=False)
@@ -47,10 +48,13 @@ class EmulatedKernel:
         cluster: tuple[int, int, int] | None = None,
         overlap: bool = False,
     ) -> None:
-        if shared_bytes > max(self.shared_limit, _UNASKED) or shared_bytes + self.program.shared_bytes > _MOST_SHARED:
+        most = _MOST_SHARED[self.device.capability]
+        if shared_bytes > max(self.shared_limit, _UNASKED) or shared_bytes + self.program.shared_bytes > most:
             raise FaultError(f"{self.name}: {shared_bytes} bytes of shared memory, {self.shared_limit} asked for")
         if threads > self.program.threads:
             raise FaultError(f"{self.name}: {threads} threads, compiled for {self.program.threads}")
+        if (cluster or overlap) and self.device.capability < HOPPER:
+            raise FaultError(f"{self.name}: clusters and dependent launches came with Hopper")
         memory = GlobalMemory()
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -87,10 +91,12 @@ class EmulatedKernel:
 
 
 class Device:
-    """What stands in for the driver; `order`: of the threads in launches from now on, as Machine takes it."""
+    """What stands in for the driver; for launches from now on, `order`: of the threads, as Machine takes it;
+    `capability`: of the device."""
 
     def __init__(self) -> None:
         self.order: Order = None
+        self.capability = HOPPER
         # What launches may find unfinished when they overlap: what was stored, and the tensors, so that they stay
         self.recent: deque[tuple[list[tuple[int, Any]], Any]] = deque(maxlen=2)
         self._kernels: dict[Any, EmulatedKernel] = {}
@@ -108,9 +114,10 @@ class Device:
         shared_limit: int,
         little_l1: bool,
     ) -> EmulatedKernel:
-        key = file, macros, shared_limit
+        key = file, macros, shared_limit, self.capability
         if key not in self._kernels:
-            program = parse(nvrtc.compile_ptx(driver.source(file), ARCH, dict(macros), name=entry))
+            arch = driver.arch_of(index).replace("sm_", "compute_")
+            program = parse(nvrtc.compile_ptx(driver.source(file), arch, dict(macros), name=entry))
             assert program.name == entry
             variables = {name: np.zeros(size // 8 + 1, np.uint64) for name, size in program.variables.items()}
             self._kernels[key] = EmulatedKernel(entry, program, shared_limit, self, variables)
@@ -165,19 +172,23 @@ class _Generator(torch.Generator):
 
 
 @contextmanager
-def emulated() -> Iterator[Device]:
-    """Launches run in the emulator, as on a Hopper with few multiprocessors; tensors on "cuda" are the CPU's.
+def emulated(capability: tuple[int, int] = HOPPER) -> Iterator[Device]:
+    """Launches run in the emulator, as on a device with few multiprocessors; tensors on "cuda" are the CPU's.
+
+    Args:
+        capability: of the device: (8, 0), (8, 9) or HOPPER.
 
     Raises:
         QtoolError: NVRTC, which makes the PTX, is not on this machine.
     """
     nvrtc.library()
     DEVICE.recent.clear()
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=9, minor=0)
+    major, minor = capability
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="emulated", major=major, minor=minor)
     answers: dict[str, Any] = {
         "torch.cuda.is_available": True,
         "torch.cuda.current_device": 0,
-        "torch.cuda.get_device_capability": (9, 0),
+        "torch.cuda.get_device_capability": capability,
         "torch.cuda.get_device_properties": properties,
         "torch.cuda.synchronize": None,
     }
@@ -193,6 +204,7 @@ def emulated() -> Iterator[Device]:
         ):
             stack.enter_context(mock.patch(what, instead))
         stack.enter_context(mock.patch.object(DEVICE, "order", None))
+        stack.enter_context(mock.patch.object(DEVICE, "capability", capability))
         stack.enter_context(_CudaIsCpu())
         for cached in caches:
             cached.cache_clear()

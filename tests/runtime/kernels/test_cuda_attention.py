@@ -116,6 +116,7 @@ def check(
 
 
 @pytest.mark.one_warp
+@pytest.mark.before_hopper
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize(
     ("shape", "mode", "dtype", "window"),

@@ -147,6 +147,7 @@ def check_gemm(name: str, shape: tuple[int, int], tokens: int, cut: GemmConfig, 
     assert float((out.double() - want).norm() / want.norm()) < few_roundings, what
 
 
+@pytest.mark.before_hopper
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize("name", ["w4g128", "w8g64", "w4g64a8-asym"])
 def test_small_products_leave_what_silu_makes_of_them(name: str) -> None:

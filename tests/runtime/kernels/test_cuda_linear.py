@@ -112,6 +112,7 @@ SCHEMES = [
 ]
 
 
+@pytest.mark.before_hopper
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -137,6 +138,7 @@ def test_small_products(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.one_warp
+@pytest.mark.before_hopper
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize("name", ["w4g128", "w8", "w4g64a8-asym", "w8a8", "w8g128a8"])
 def test_small_products_of_more_steps_than_stages(name: str) -> None:

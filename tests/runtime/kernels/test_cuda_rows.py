@@ -14,7 +14,7 @@ from qtool.runtime.kernels.interface import LinearSpec
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
 LARGE = [(17, 4096), (2, 8192), (5, 14336), (1, 28672)]
 SHAPES = [(1, 64), (3, 576), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in LARGE)]
-pytestmark = [pytest.mark.usefixtures("gpu_or_emulator"), pytest.mark.one_warp]
+pytestmark = [pytest.mark.usefixtures("gpu_or_emulator"), pytest.mark.one_warp, pytest.mark.before_hopper]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

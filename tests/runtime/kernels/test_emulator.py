@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-from ptx.device import ARCH
+from ptx.device import HOPPER, emulated
 from ptx.machine import Machine, Order
 from ptx.memory import FaultError, GlobalMemory
 from ptx.numbers import bf16_bits
@@ -14,23 +16,33 @@ from ptx.program import parse
 from qtool.quant.errors import QtoolError
 from qtool.runtime.kernels.cuda import nvrtc
 
+
+def _missing() -> str | None:
+    try:
+        nvrtc.library()
+    except QtoolError as error:
+        return str(error)
+    return None
+
+
+pytestmark = pytest.mark.skipif(_missing() is not None, reason=_missing() or "")
 THREADS = 64
 EXACT = np.arange(THREADS, dtype=np.float32) + 1
 
 
-def run(body: str, x: np.ndarray, *, order: Order = None, dynamic: int = 0, overlap: bool = False) -> np.ndarray:
-    """What 64 threads leave in y, of the size of x, by `body`; `overlap`: a kernel before it may still write x[0]."""
+def run(
+    body: str, x: np.ndarray, *, order: Order = None, dynamic: int = 0, overlap: bool = False, blocks: int = 1
+) -> np.ndarray:
+    """What 64 threads leave in y, of the size of x, by `body`; `overlap`: a kernel before it may still write x[0];
+    `blocks`: of a cluster."""
     text = f'extern "C" __global__ void kernel(const float* x, float* y) {{ const int i = threadIdx.x; {body} }}'
-    try:
-        program = parse(nvrtc.compile_ptx(text, ARCH, {}, name="kernel"))
-    except QtoolError as error:
-        pytest.skip(str(error))
+    program = parse(nvrtc.compile_ptx(text, "compute_90a", {}, name="kernel"))
     y, memory = np.full_like(x, np.nan), GlobalMemory()
     for array in (x, y):
         memory.add(array.ctypes.data, array.nbytes)
     arguments = np.array([x.ctypes.data, y.ctypes.data], np.uint64).tobytes()
     early = [(x.ctypes.data, np.arange(x.nbytes) < 4)] if overlap else None
-    shape = {"grid": (1, 1, 1), "threads": THREADS, "dynamic": dynamic}
+    shape = {"grid": (blocks, 1, 1), "cluster": (blocks, 1, 1), "threads": THREADS, "dynamic": dynamic}
     Machine(program, memory, arguments, early=early, order=order, **shape).run()
     return y
 
@@ -129,6 +141,58 @@ def test_a_copy_has_landed_once_it_was_waited_for_and_not_before() -> None:
         run(COPY + once + "y[i] = s[i];", EXACT.copy(), dynamic=256)
     with pytest.raises(FaultError, match="before its copies had landed"):
         run(COPY + "y[i] = 0;", EXACT.copy(), dynamic=256)
+
+
+SEND = """
+  extern __shared__ __align__(128) float s[];
+  __shared__ unsigned long long barrier;
+  const unsigned at = (unsigned)__cvta_generic_to_shared(&barrier), to = (unsigned)__cvta_generic_to_shared(s);
+  if (i == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" ::"r"(at) : "memory");
+  }
+  MEET
+  unsigned there, signal;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(to + 16 * i), "r"(1 - blockIdx.x));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(at), "r"(1 - blockIdx.x));
+  const unsigned v = __float_as_uint(blockIdx.x ? x[i] : 0.f);
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %1, %1, %1}, [%2];"
+               ::"r"(there), "r"(v), "r"(signal) : "memory");
+"""
+MEET = """asm volatile("barrier.cluster.arrive.relaxed.aligned;\\n barrier.cluster.wait.aligned;" ::: "memory");"""
+
+
+@pytest.mark.parametrize("order", [None, "first", "last", 1, 2])
+def test_what_a_block_sends_another_has_come_once_it_was_waited_for(order: Order) -> None:
+    send, once = SEND.replace("MEET", MEET), "if (!blockIdx.x) y[i] = s[4 * i + 3];"
+    assert np.array_equal(run(send + WAIT + once, EXACT.copy(), order=order, dynamic=1024, blocks=2), EXACT)
+    with pytest.raises(FaultError, match="read while a copy to it is under way"):
+        run(send + MEET + once + WAIT, EXACT.copy(), dynamic=1024, blocks=2)
+    with pytest.raises(FaultError, match="of a block that has ended is used"):
+        run(send.replace("const unsigned v", "if (!blockIdx.x) return;\nconst unsigned v"), EXACT.copy(), order="first",
+            dynamic=1024, blocks=2)  # fmt: skip
+
+
+def test_a_block_sends_to_no_barrier_that_is_not_there_yet() -> None:
+    with pytest.raises(FaultError, match="no barrier"):
+        run(SEND.replace("MEET", "") + WAIT, EXACT.copy(), order="first", dynamic=1024, blocks=2)
+
+
+def test_launches_before_hopper_have_no_clusters_and_less_shared_memory() -> None:
+    text = 'extern "C" __global__ void __launch_bounds__(32) kernel(float* y) { y[threadIdx.x] = 1.f; }'
+    y = torch.zeros(32)
+    with mock.patch("qtool.runtime.kernels.cuda.driver.source", return_value=text):
+        for capability, most in (((8, 9), 99), ((8, 0), 163), (HOPPER, 227)):
+            with emulated(capability) as device:
+                kernel = device.load(0, "kernel.cu", "kernel", (), 1 << 20, False)
+                kernel.launch((1, 1, 1), 32, (y,), shared_bytes=most * 1024)
+                with pytest.raises(FaultError, match="bytes of shared memory"):
+                    kernel.launch((1, 1, 1), 32, (y,), shared_bytes=most * 1024 + 1)
+                for what in ({"cluster": (1, 1, 1)}, {"overlap": True}):
+                    if capability < HOPPER:
+                        with pytest.raises(FaultError, match="came with Hopper"):
+                            kernel.launch((1, 1, 1), 32, (y,), **what)
+    assert bool((y == 1).all())
 
 
 AWAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'

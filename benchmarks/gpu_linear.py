@@ -4,7 +4,7 @@
     python benchmarks/gpu_linear.py --tune          # measure all cuts first; kept for this machine
 
 Method: the copy ceiling is measured first. Every product is replayed from a CUDA graph over weights that take turns
-and together exceed the L2 cache. cuBLAS and the modes take turns three times, from 256 tokens on each for 0.1 s before
+and together exceed the L2 cache. cuBLAS and the modes take turns three times, from 128 tokens on each for 0.1 s before
 it is timed: what large products reach is a matter of power, and the second to run would find the device hot. Medians.
 All multiply the same layer, normally distributed weights as they are or rounded to nearest, by fresh random
 activations; the relative error is against the float64 product of the dequantized weight (for int8 activations: with the

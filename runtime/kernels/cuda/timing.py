@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _COLD_BYTES = 260_000_000  # several times the L2 of today's GPUs
-_MANY_TOKENS = 256  # from here on a product is a matter of power
+_HOT_TOKENS, _MANY_TOKENS = 128, 256  # from here on a product is a matter of power; takes long
 
 
 def _median_milliseconds(work: Callable[[], object], repeats: int) -> float:
@@ -36,7 +36,7 @@ def copies(tensors: Sequence[Tensor], most: int = 48) -> list[tuple[Tensor, ...]
 
 def settling(tokens: int) -> float:
     """Seconds after which a product of so many tokens runs at the clock that its power allows."""
-    return 0.1 if tokens >= _MANY_TOKENS else 0.0
+    return 0.1 if tokens >= _HOT_TOKENS else 0.0
 
 
 def calls_of(tokens: int, *rounds: int) -> int:
@@ -59,6 +59,15 @@ def _capture(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def _replay(graph: torch.cuda.CUDAGraph, seconds: float) -> None:
+    """Once at least."""
+    until = time.perf_counter() + seconds
+    graph.replay()
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+
+
 def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9, settle: float = 0.0) -> float:
     """Median microseconds of one `call(i)`, i = 0 .. calls - 1 captured into one CUDA graph and replayed.
 
@@ -75,16 +84,15 @@ def in_turns(
     work: Sequence[Callable[[int], object]], calls: int, replays: int = 9, settle: float = 0.0, rounds: int = 3
 ) -> list[float]:
     """graph_microseconds of several kinds of work that take turns, so that none always meets a cooler device; medians
-    of all `rounds`."""
+    of all `rounds`. Where work has to settle, the last kind runs before the first is timed: the device cools while
+    graphs are captured."""
     graphs = [_capture(call, calls) for call in work]
     found: list[list[float]] = [[] for _ in work]
+    if settle:
+        _replay(graphs[-1], settle)
     for _ in range(rounds):
         for graph, times in zip(graphs, found, strict=True):
-            until = time.perf_counter() + settle
-            graph.replay()
-            while time.perf_counter() < until:
-                graph.replay()
-                torch.cuda.synchronize()
+            _replay(graph, settle)
             times.append(1e3 * _median_milliseconds(graph.replay, replays) / calls)
     return [statistics.median(times) for times in found]
 

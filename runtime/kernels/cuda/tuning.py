@@ -23,12 +23,11 @@ from qtool.runtime.kernels.cuda.layout import PackedWeight, arrange_activations,
 from qtool.runtime.kernels.cuda.linear import multiply, ready
 from qtool.runtime.kernels.cuda.precompile import compile_job, job_of
 from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
-from qtool.runtime.kernels.cuda.timing import calls_of, copies, graph_microseconds, in_turns, settling
+from qtool.runtime.kernels.cuda.timing import calls_of, copies, in_turns, settling
 from qtool.runtime.kernels.interface import LinearSpec
 
 _WRONG = 0.02  # relative difference from the dequantized product that no rounding explains
-_CLOSE = 1.05  # times the fastest's time: candidates that are measured again,
-_TURNS = 5  # so often, in turns
+_TURNS = 3  # of all candidates, whose medians count
 
 _SHARED_BYTES = 220_000  # of an SM, for all its blocks
 
@@ -166,12 +165,6 @@ def product(
     return lambda i: multiply(rows, rounds[i % len(rounds)], spec, choice, out)
 
 
-def product_microseconds(rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor) -> float:
-    """Microseconds of one product by one choice over weights that take turns, right after another of its kind."""
-    call = product(rounds, x, spec, choice, out)
-    return graph_microseconds(call, calls_of(len(x), len(rounds)), settle=settling(len(x)) / 5)
-
-
 def tune(
     weight: QuantizedWeight, spec: LinearSpec, token_counts: Iterable[int], progress: ProgressFn = silent
 ) -> dict[str, list[Timing]]:
@@ -198,38 +191,39 @@ def tune(
         want = torch.empty_like(out)
         dequantize.multiply(arrange_activations(x, packed), packed, spec, want)
         tried = candidates(spec, tokens, device)
-        timings = []
+        checked = []
         for done, choice in enumerate(tried):
-            out.fill_(torch.nan)
-            timings.append(_measure(rounds, x, spec, choice, out, want))
+            checked.append(_check(rounds, x, spec, choice, out, want))
             progress(f"tune {key(spec, tokens)}", done + 1, len(tried))
-        timings = _measure_close_ones_again(timings, rounds, x, spec, out)
+        timings = _measure(checked, rounds, x, spec, out)
         if timings[0].problem is not None:
             raise QtoolError(f"no kernel multiplies {key(spec, tokens)} on this device: {timings[0].problem}")
         found[key(spec, tokens)] = timings
     return found
 
 
-def _measure_close_ones_again(
-    timings: list[Timing], rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, out: Tensor
-) -> list[Timing]:
-    """`timings` sorted, those with a problem last; close to the fastest they are medians of measurements in turns."""
-    timings = sorted(timings, key=lambda t: (t.problem is not None, t.microseconds))
-    close = [t for t in timings if t.problem is None and t.microseconds <= _CLOSE * timings[0].microseconds]
-    work = [product(rounds, x, spec, t.choice, out) for t in close]
-    times = in_turns(work, calls_of(len(x), len(rounds)), settle=settling(len(x)) / 5, rounds=_TURNS)
-    again = [replace(t, microseconds=us) for t, us in zip(close, times, strict=True)]
-    return sorted(again, key=lambda t: t.microseconds) + timings[len(close) :]
+def _check(
+    rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor, want: Tensor
+) -> Timing:
+    """Of a candidate that has not been measured; zero microseconds."""
+    out.fill_(torch.nan)
+    try:
+        product(rounds, x, spec, choice, out)(0)
+    except QtoolError as error:
+        return Timing(choice, math.inf, math.nan, str(error))
+    difference = float((out.float() - want.float()).norm() / want.float().norm())
+    if not difference < _WRONG:
+        return Timing(choice, math.inf, difference, f"relative difference {difference:.3g}")
+    return Timing(choice, 0.0, difference)
 
 
 def _measure(
-    rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, choice: Choice, out: Tensor, want: Tensor
-) -> Timing:
-    try:
-        microseconds = product_microseconds(rounds, x, spec, choice, out)
-    except QtoolError as error:
-        return Timing(choice, math.inf, math.nan, str(error))
-    # All rounds hold the same weight, so the last product left in `out` is the one wanted.
-    difference = float((out.float() - want.float()).norm() / want.float().norm())
-    problem = None if difference < _WRONG else f"relative difference {difference:.3g}"
-    return Timing(choice, microseconds, difference, problem)
+    checked: list[Timing], rounds: list[PackedWeight], x: Tensor, spec: LinearSpec, out: Tensor
+) -> list[Timing]:
+    """`checked` with microseconds, the fastest first, those with a problem last. All take turns: what runs alone, or
+    first, may meet a cooler device, which is worth more than most cuts differ."""
+    good = [t for t in checked if t.problem is None]
+    work = [product(rounds, x, spec, t.choice, out) for t in good]
+    times = in_turns(work, calls_of(len(x), len(rounds)), settle=settling(len(x)) / 2, rounds=_TURNS) if work else []
+    measured = [replace(t, microseconds=us) for t, us in zip(good, times, strict=True)]
+    return sorted(measured, key=lambda t: t.microseconds) + [t for t in checked if t.problem is not None]

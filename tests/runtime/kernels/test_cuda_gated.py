@@ -29,6 +29,7 @@ GEMM_CUTS = [
     GemmConfig(*cut)
     for cut in (
         (16, 2, 1), (32, 3, 2), (64, 3, 5), (64, 4, 1), (96, 3, 1), (128, 2, 2), (192, 3, 1), (256, 2, 1),
+        (128, 4, 1), (48, 3, 4),
     )
 ]  # fmt: skip
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -156,6 +157,8 @@ def test_small_products_leave_what_silu_makes_of_them(name: str) -> None:
     if torch.cuda.get_device_capability() == (9, 0):
         check_gemm(name, (96, 256), 20, GemmConfig(32, 2, 2), torch.bfloat16)
         check_gemm(name, (2 * 80, 256), 20, GemmConfig(16, 2, gemm.EVEN), torch.float16)
+        if not QuantScheme.parse(name).act_bits:
+            check_gemm(name, (2 * 80, 128), 70, GemmConfig(80, 4), torch.float16)
 
 
 @pytest.mark.gpu

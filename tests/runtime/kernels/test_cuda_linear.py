@@ -137,6 +137,27 @@ def test_small_products(name: str, dtype: torch.dtype) -> None:
         run(weight, 40, dtype, GemmConfig(16, 2, EVEN))
 
 
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize("name", ["w4g128", "w8a8", "w4g64a8-asym"])
+def test_small_products_whose_sums_meet_in_clusters(name: str) -> None:
+    """Where blocks finish an odd number of 8 tokens, or some of them none; two tiles of tokens, and less than one."""
+    if not hopper():
+        pytest.skip("clusters and warpgroup tensor cores are Hopper's")
+    weight = make_weight(72, 256, QuantScheme.parse(name))
+    for tokens, cut in ((50, GemmConfig(48, 2, 2)), (17, GemmConfig(48, 3, 4)), (9, GemmConfig(16, 2, 3))):
+        run(weight, tokens, torch.float16, cut)
+
+
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize("name", ["w4g128", "w8", "w8g32-asym"])
+def test_small_products_in_tiles_of_four_warpgroups(name: str) -> None:
+    if not hopper():
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    weight = make_weight(264, 256, QuantScheme.parse(name))
+    run(weight, 70, torch.float16, GemmConfig(80, 4, EVEN))
+    run(weight, 70, torch.bfloat16, GemmConfig(80, 4, 2))
+
+
 @pytest.mark.one_warp
 @pytest.mark.before_hopper
 @pytest.mark.usefixtures("gpu_or_emulator")

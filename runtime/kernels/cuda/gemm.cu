@@ -212,8 +212,10 @@ DEVICE u32 scaled(u32 codes, u32 scales, int row) {
   return mul2(codes, s | (s << 16));
 #elif BF16
   return mul2(codes, twice(scale_of(scales, row)));
-#else                                                    // as float16 the scale alone may be too small for all its bits
-  return mul2(mul2(codes, twice(0x1p-6f)), twice(scale_of(scales, row) * 0x1p6f));
+#else                                                    // as float16 a small scale alone may have no room for all its bits
+  const float s = scale_of(scales, row);
+  const bool small = fabsf(s) < 512.f;
+  return mul2(mul2(codes, twice(small ? 0x1p-6f : 1.f)), twice(small ? s * 0x1p6f : s));
 #endif
 }
 #endif

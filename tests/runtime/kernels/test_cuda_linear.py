@@ -140,12 +140,37 @@ def test_small_products(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("gpu_or_emulator")
 @pytest.mark.parametrize("name", ["w4g128", "w8a8", "w4g64a8-asym"])
 def test_small_products_whose_sums_meet_in_clusters(name: str) -> None:
-    """Where blocks finish an odd number of 8 tokens, or some of them none; two tiles of tokens, and less than one."""
+    """Where blocks finish 3, 3, 3 and 1 times 8 tokens, 2, 2, 2 and none, 1, 1 and none."""
     if not hopper():
         pytest.skip("clusters and warpgroup tensor cores are Hopper's")
-    weight = make_weight(72, 256, QuantScheme.parse(name))
-    for tokens, cut in ((50, GemmConfig(48, 2, 2)), (17, GemmConfig(48, 3, 4)), (9, GemmConfig(16, 2, 3))):
+    weight = make_weight(72, 512, QuantScheme.parse(name))
+    for tokens, cut in ((85, GemmConfig(80, 2, 4)), (17, GemmConfig(48, 3, 4)), (9, GemmConfig(16, 2, 3))):
         run(weight, tokens, torch.float16, cut)
+
+
+@pytest.mark.one_warp
+@pytest.mark.usefixtures("gpu_or_emulator")
+def test_a_block_without_columns_waits_for_its_cluster_before_it_sends() -> None:
+    if not hopper():
+        pytest.skip("clusters and warpgroup tensor cores are Hopper's")
+    run(make_weight(40, 128, QuantScheme(8)), 60, torch.float16, GemmConfig(64, 2, 4))
+
+
+@pytest.mark.usefixtures("gpu_or_emulator")
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("w4g64-asym", 2000.0), ("w8g32-asym", 250.0), ("w8g32-asym", 2.0**-18)],
+)
+def test_bfloat16_scales_with_float16_activations(name: str, largest: float) -> None:
+    """Scales too small for all their bits in float16, and ones whose weights float16 just holds."""
+    if not hopper():
+        pytest.skip("warpgroup tensor cores are Hopper's")
+    drawn = make_weight(24, 128, QuantScheme.parse(name))
+    weight = replace(drawn, scale=(drawn.scale.float() / drawn.scale.abs().max() * largest).to(torch.bfloat16))
+    x = activations(9, 128, torch.float16) / 64
+    spec = LinearSpec(24, 128, weight.scheme, dtype=torch.float16)
+    y = apply_choice(x, pack_weight(weight, 16, device()), spec, GemmConfig(16, 2))
+    check(y, x, weight, (name, largest))
 
 
 @pytest.mark.usefixtures("gpu_or_emulator")

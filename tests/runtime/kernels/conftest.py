@@ -33,6 +33,12 @@ def gpu_or_emulator(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("warpgroup tensor cores and the tensor copy engine are Hopper's")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "gpu_or_emulator" in metafunc.fixturenames:
         ways: dict[str, tuple[Order, tuple[int, int]]] = {"in order": (None, HOPPER), "in any order": (1, HOPPER)}

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from kernel_products import SEED, TOLERANCE, activations, check, device, hopper, make_weight, run
 
 from qtool.quant.errors import QtoolError
 from qtool.quant.scheme import PER_CHANNEL, QuantScheme
-from qtool.quant.weight import QuantizedWeight
-from qtool.runtime.kernels.cuda import gemm, kernels
-from qtool.runtime.kernels.cuda.choice import Choice, choose
+from qtool.runtime.kernels.cuda import kernels
+from qtool.runtime.kernels.cuda.choice import choose
 from qtool.runtime.kernels.cuda.dequantize import dequantize_rows
 from qtool.runtime.kernels.cuda.driver import num_sms
 from qtool.runtime.kernels.cuda.gemm import EVEN, GemmConfig, blocks_and_rounds
@@ -24,84 +23,7 @@ from qtool.runtime.kernels.cuda.skinny import SkinnyConfig
 from qtool.runtime.kernels.cuda.stream import StreamConfig
 from qtool.runtime.kernels.interface import LinearSpec
 
-SEED = torch.seed() % (1 << 31)  # fresh inputs every run; printed with every failure through the test's arguments
-# Relative error of the norm: rounding of the output to 11 or 8 bits, and where weights are scaled in 16 bits, of those.
-TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
-@pytest.fixture
-def needs_hopper() -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores and the tensor copy engine are Hopper's")
-
-
 on_hopper = pytest.mark.usefixtures("needs_hopper")
-
-
-def make_weight(
-    rows: int, cols: int, scheme: QuantScheme, scale_dtype: torch.dtype = torch.float16, act_order: bool = False
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(SEED)
-    groups, levels = scheme.num_groups(cols), 1 << scheme.bits
-    sign = torch.randint(0, 2, (rows, groups), generator=generator) * 2 - 1
-    scale = sign * (torch.rand(rows, groups, generator=generator) + 0.5) / levels
-    zero = None
-    if not scheme.symmetric:
-        zero = torch.randint(0, levels, (rows, groups), generator=generator, dtype=torch.uint8)
-    g_idx = None
-    if act_order:
-        g_idx = (torch.randperm(cols, generator=generator) * groups // cols).int()
-    codes = torch.randint(0, levels, (rows, cols), generator=generator, dtype=torch.uint8)
-    return QuantizedWeight(codes, scale.to(scale_dtype), zero, scheme, g_idx)
-
-
-def activations(tokens: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Random rows without values half-way between two int8 steps, which float32 may round either way: half of the
-    largest is 63.5 of 127, and where 127 divides the largest one's significand, there are many."""
-    x = torch.randn(tokens, cols, device=device()).to(dtype)
-    if not tokens:
-        return x
-    steps = x.double() / (x.double().abs().amax(dim=1, keepdim=True) / 127)
-    return x.masked_fill((steps - steps.floor() - 0.5).abs() < 127 * 2.0**-22, 0.0)
-
-
-def as_int8(x: Tensor) -> Tensor:
-    """Float64 of x rounded per token to int8 with scale max |x| / 127."""
-    scale = x.double().abs().amax(dim=1, keepdim=True) / 127
-    return (x.double() / scale.clamp_min(1e-300)).round() * scale
-
-
-def check(y: Tensor, x: Tensor, weight: QuantizedWeight, what: object, *, progressive: bool = False) -> None:
-    """`progressive`: int4 weights were rounded anew to 8 bits (gemm.py); test_cuda_gemm.py checks that more closely."""
-    scheme = weight.scheme
-    exact = as_int8(x) if scheme.act_bits else x.double()
-    dense = weight.dequantize(torch.float64).to(x.device).T
-    want = exact @ dense
-    error = y.double() - want
-    size = (exact.pow(2) @ dense.pow(2)).sqrt()  # of a sum with random signs: cancellation does not count as error
-    size = size.maximum(want.abs())  # a sum larger than most is rounded in proportion
-    tolerance = TOLERANCE[x.dtype] + (1e-3 if scheme.act_bits else 0.0) + (8e-3 if progressive else 0.0)
-    assert float(error.norm() / size.norm()) < tolerance, (what, SEED)
-    assert float((error.abs() / size.clamp_min(1e-300)).max()) < 12 * tolerance, (what, SEED)
-
-
-def run(weight: QuantizedWeight, tokens: int, dtype: torch.dtype, choice: Choice) -> None:
-    rows, cols = weight.shape
-    spec = LinearSpec(rows, cols, weight.scheme, act_order=weight.g_idx is not None, dtype=dtype)
-    packed = pack_weight(weight, weight.scheme.act_bits or 16, device())
-    x = activations(tokens, cols, dtype)
-    poison = torch.full((tokens, rows), torch.nan, dtype=dtype, device=device())
-    del poison  # its memory is most likely the output's
-    check(apply_choice(x, packed, spec, choice), x, weight, (weight.scheme.name, rows, cols, tokens, dtype, choice))
-
 
 SCHEMES = [
     QuantScheme(bits, group, symmetric, act_bits)
@@ -110,91 +32,6 @@ SCHEMES = [
     for symmetric in (True, False)
     for act_bits in (None, 8)
 ]
-
-
-@pytest.mark.before_hopper
-@pytest.mark.usefixtures("gpu_or_emulator")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("w4g128", torch.float16), ("w4g128-asym", torch.bfloat16), ("w4g32", torch.bfloat16), ("w4", torch.float16),
-        ("w8", torch.bfloat16), ("w8g64-asym", torch.float16), ("w4g128a8", torch.bfloat16), ("w8a8", torch.float16),
-        ("w4g64a8-asym", torch.float16), ("w8g32a8", torch.bfloat16),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_small_products(name: str, dtype: torch.dtype) -> None:
-    """Every kernel, also where there is no GPU."""
-    weight = make_weight(88, 384, QuantScheme.parse(name))
-    run(weight, 3, dtype, SkinnyConfig(2, 4, 2 if hopper() else 1, prefetch=1))
-    run(weight, 2, dtype, None)
-    if not hopper():
-        return
-    if not weight.scheme.act_bits:
-        run(weight, 9, dtype, StreamConfig(3, 2, 1))
-    if gemm.supports(LinearSpec(88, 384, weight.scheme, dtype=dtype)):
-        run(weight, 45, dtype, GemmConfig(32, 2, split=2))
-        run(weight, 40, dtype, GemmConfig(16, 2, EVEN))
-
-
-@pytest.mark.usefixtures("gpu_or_emulator")
-@pytest.mark.parametrize("name", ["w4g128", "w8a8", "w4g64a8-asym"])
-def test_small_products_whose_sums_meet_in_clusters(name: str) -> None:
-    """Where blocks finish 3, 3, 3 and 1 times 8 tokens, 2, 2, 2 and none, 1, 1 and none."""
-    if not hopper():
-        pytest.skip("clusters and warpgroup tensor cores are Hopper's")
-    weight = make_weight(72, 512, QuantScheme.parse(name))
-    for tokens, cut in ((85, GemmConfig(80, 2, 4)), (17, GemmConfig(48, 3, 4)), (9, GemmConfig(16, 2, 3))):
-        run(weight, tokens, torch.float16, cut)
-
-
-@pytest.mark.one_warp
-@pytest.mark.usefixtures("gpu_or_emulator")
-def test_a_block_without_columns_waits_for_its_cluster_before_it_sends() -> None:
-    if not hopper():
-        pytest.skip("clusters and warpgroup tensor cores are Hopper's")
-    run(make_weight(40, 128, QuantScheme(8)), 60, torch.float16, GemmConfig(64, 2, 4))
-
-
-@pytest.mark.usefixtures("gpu_or_emulator")
-@pytest.mark.parametrize(
-    ("name", "largest"),
-    [("w4g64-asym", 2000.0), ("w8g32-asym", 250.0), ("w8g32-asym", 2.0**-18)],
-)
-def test_bfloat16_scales_with_float16_activations(name: str, largest: float) -> None:
-    """Scales too small for all their bits in float16, and ones whose weights float16 just holds."""
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
-    drawn = make_weight(24, 128, QuantScheme.parse(name))
-    weight = replace(drawn, scale=(drawn.scale.float() / drawn.scale.abs().max() * largest).to(torch.bfloat16))
-    x = activations(9, 128, torch.float16) / 64
-    spec = LinearSpec(24, 128, weight.scheme, dtype=torch.float16)
-    y = apply_choice(x, pack_weight(weight, 16, device()), spec, GemmConfig(16, 2))
-    check(y, x, weight, (name, largest))
-
-
-@pytest.mark.usefixtures("gpu_or_emulator")
-@pytest.mark.parametrize("name", ["w4g128", "w8", "w8g32-asym"])
-def test_small_products_in_tiles_of_four_warpgroups(name: str) -> None:
-    if not hopper():
-        pytest.skip("warpgroup tensor cores are Hopper's")
-    weight = make_weight(264, 256, QuantScheme.parse(name))
-    run(weight, 70, torch.float16, GemmConfig(80, 4, EVEN))
-    run(weight, 70, torch.bfloat16, GemmConfig(80, 4, 2))
-
-
-@pytest.mark.one_warp
-@pytest.mark.before_hopper
-@pytest.mark.usefixtures("gpu_or_emulator")
-@pytest.mark.parametrize("name", ["w4g128", "w8", "w4g64a8-asym", "w8a8", "w8g128a8"])
-def test_small_products_of_more_steps_than_stages(name: str) -> None:
-    """Rings are filled anew while products are under way."""
-    weight = make_weight(48, 2688, QuantScheme.parse(name))
-    run(weight, 3, torch.float16, SkinnyConfig(2, 4, 2 if hopper() else 1))
-    if hopper():
-        run(weight, 20, torch.float16, GemmConfig(32, 2))
-        if not weight.scheme.act_bits:
-            run(weight, 2, torch.float16, StreamConfig(2, 2, 2))
 
 
 @pytest.mark.gpu

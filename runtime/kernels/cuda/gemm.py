@@ -44,7 +44,7 @@ class _Costs:
     interpolation); of a tile's beginning and its end; of tiles that blocks share, whose sums pass through memory.
 
     `longer`: times that a step of those takes, since blocks at different columns meet less in L2. `idle`: of a step's
-    time, what a multiprocessor without a tile in the last round costs, whose power others use."""
+    time, what a multiprocessor without a tile in the last round costs with many tokens, where others use its power."""
 
     steps: dict[int, float]
     tile: float
@@ -72,7 +72,7 @@ _COSTS = {
     "progressive": _Costs(_PROGRESSIVE, 2.6, 7.7),
 }
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # that it holds at once, by their blocks
-_CLUSTER_BYTES_PER_US, _SHARE_BYTES_PER_US = 200_000, 60_000  # of the others' sums that a block gets, there or by L2
+_CLUSTER_BYTES_PER_US, _SHARE_BYTES_PER_US = 40_000, 60_000  # of the others' sums that a block gets, there or by L2
 _FOUR_WARPGROUPS = 0.97  # of a step, for each: they share the activations that come to them
 _MOST_BLOCKS = 160  # that share tiles; more multiprocessors than any Hopper has
 _LAUNCHES = 64  # that share tiles and take turns, those of one stream needlessly; a captured one keeps its turn
@@ -221,10 +221,11 @@ def microseconds(spec: LinearSpec, tokens: int, config: GemmConfig, num_sms: int
     tiles, steps = _tiles(spec, tokens, config), -(-spec.cols // _STEP_COLUMNS)
     costs = _COSTS[_kind(spec, config)]
     step_us = config.warpgroups * costs.step(config.tokens) * (_FOUR_WARPGROUPS if config.warpgroups == 4 else 1.0)
+    idle = costs.idle if tokens >= EXACT_TOKENS else 1.0
 
     def rounds_us(at_once: int, steps: int, end_us: float) -> float:
         rounds = -(-tiles // at_once)
-        busy = costs.idle * rounds + (1 - costs.idle) * tiles / at_once
+        busy = idle * rounds + (1 - idle) * tiles / at_once
         return busy * steps * step_us + rounds * (costs.tile + end_us)
 
     if config.split <= 1:

@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm(const void* __restrict__ S, const u16* __restrict__ Z, const float* __restrict__ D, const float* XS, u16* Y, float4* P,
      int M, int N, int chunks, int rounds, int turn, const __grid_constant__ Maps maps) {
   pdl_launch_dependents();
-  extern __shared__ __align__(1024) u8 shared[];         // the ring, results on their way; later partial sums
+  extern __shared__ __align__(1024) u8 shared[];         // the ring; the cluster's sums, results on their way
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
 #if SPLIT > 1
   __shared__ __align__(8) u64 arrived[CW];               // the others' sums for a warpgroup

@@ -32,7 +32,8 @@ _SHARED_BYTES = 226 * 1024  # of a block, less what its barriers take
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 _STEP_COLUMNS = 128
 _TOKEN_STEP = 16  # of tiles
-# Tokens whose sums fit the registers, by warpgroups; of a scale group's sums apart from those of all, half as many.
+# Tokens whose sums fit the registers, by warpgroups: with 16-bit activations, with int8 ones, and where those have the
+# sums of a scale group apart from those of all.
 _WIDEST = {2: 256, 3: 192, 4: 128}
 _WIDEST_INT8 = {2: 256, 3: 192, 4: 64}
 _WIDEST_BY_GROUP = {2: 160, 3: 96, 4: 32}

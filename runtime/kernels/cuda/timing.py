@@ -68,24 +68,23 @@ def _replay(graph: torch.cuda.CUDAGraph, seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9, settle: float = 0.0) -> float:
+def graph_microseconds(call: Callable[[int], object], calls: int, replays: int = 9) -> float:
     """Median microseconds of one `call(i)`, i = 0 .. calls - 1 captured into one CUDA graph and replayed.
 
     Args:
         call: enqueues the work.
         calls: in the graph.
         replays: that are timed.
-        settle: seconds of replays before, after which the clock is the one that the work's own power allows.
     """
-    return in_turns([call], calls, replays, settle, rounds=1)[0]
+    return in_turns([call], calls, replays, rounds=1)[0]
 
 
 def in_turns(
     work: Sequence[Callable[[int], object]], calls: int, replays: int = 9, settle: float = 0.0, rounds: int = 3
 ) -> list[float]:
     """graph_microseconds of several kinds of work that take turns, so that none always meets a cooler device; medians
-    of all `rounds`. Where work has to settle, the last kind runs before the first is timed: the device cools while
-    graphs are captured."""
+    of all `rounds`. `settle`: seconds of replays before each, after which the clock is what the work's power allows;
+    then the last kind runs before the first is timed, too: the device cools while graphs are captured."""
     graphs = [_capture(call, calls) for call in work]
     found: list[list[float]] = [[] for _ in work]
     if settle:
